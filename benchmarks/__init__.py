@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.run OPERATOR`, every rival in the same run."""

@@ -1,0 +1,46 @@
+"""Who is measured: a `Provider` makes, from the inputs of a case, a function to time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FBGEMM_HINT = (
+    "clone https://github.com/pytorch/FBGEMM and put fbgemm_gpu/experimental/ikbo on PYTHONPATH; its TLX kernels need "
+    "a Triton with TLX (facebookexperimental/triton, package fbtriton)"
+)
+
+
+class AbsentError(Exception):
+    """A provider cannot run here; the message says how to get it."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute the operator.
+
+    Attributes:
+        name: as printed. Ours begin with "ikbo_recsys".
+        build: takes the inputs (and does whatever may be done once: padding a weight, compiling) and gives the
+            function to time, without arguments. Raises `AbsentError` when it cannot run here.
+        whole: False when it leaves out part of the operator (a floor, not a rival): its result is then not checked and
+            it is no candidate for the best rival.
+        training: whether the function also runs the backward pass.
+        rival: whether "ratio to the best rival" counts it. Our own paths do not count.
+    """
+
+    name: str
+    build: Callable[[Mapping[str, Any]], Callable[[], Any]]
+    whole: bool = True
+    training: bool = False
+    rival: bool = True
+
+
+def optional_import(module: str, hint: str) -> Any:
+    """The module, or `AbsentError` with the hint."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a rival may fail to import in any way it likes
+        raise AbsentError(f"{module}: {type(error).__name__}: {str(error)[:80]}. To get it: {hint}") from error

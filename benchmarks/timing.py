@@ -1,0 +1,63 @@
+"""Timing on a GPU: medians with a cold L2, host time per call, the ceilings of the card."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FLUSH_BYTES = 256 << 20  # more than four times the L2 of an H200 (60 MB)
+
+
+def device_ms(function: Callable[[], Any], *, budget_ms: float = 120.0, least: int = 15) -> float:
+    """Median milliseconds between CUDA events around one call, the L2 flushed before each."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(3):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    repeats = max(least, min(400, int(budget_ms / max(start.elapsed_time(end) / 3, 1e-3))))
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    for start, end in zip(starts, ends, strict=True):
+        flush.zero_()
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+
+
+def host_us(function: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:
+    """Microseconds of host time that one call takes to return: the median over rounds of back-to-back calls.
+
+    The GPU is idle at the start of a round and never waited for within it, so this is the time to enqueue the work.
+    """
+    function()
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        samples.append((time.perf_counter() - begin) / calls * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def ceilings(dtype: torch.dtype) -> dict[str, float]:
+    """The card's rates in this run: an 8192^3 matmul (TFLOP/s) and a device copy (GB/s, bytes read plus written)."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+    matmul = 2 * 8192**3 / device_ms(lambda: left @ right) / 1e9
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / device_ms(lambda: target.copy_(source)) / 1e6
+    return {"matmul_tflops": round(matmul, 1), "copy_gbs": round(copy, 0)}

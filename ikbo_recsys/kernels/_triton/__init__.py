@@ -1,0 +1,1 @@
+"""Portable Triton kernels and the functions that launch them. Private; imported when the first GPU tensor arrives."""
