@@ -1,0 +1,75 @@
+"""Packing the candidates of one user into tiles, with sizes that follow from shapes alone.
+
+A tile holds up to R candidates of one user, so that what is read of the user is read once per tile and the tile's
+arithmetic is one matmul. The number of tiles depends on how the candidates are spread, which is data; its bound does
+not: `sum_u ceil(n_u / R) <= (B + U * (R - 1)) // R`. Using the bound keeps every size a function of U and B, so the
+program exports with both dynamic, and skewed counts (one user with ten thousand candidates among a thousand with one)
+cost no more than even ones.
+
+With `R = ceil(B / (4 U))`, at least 2, there are at most 5 U tiles (and never more than (B + U) / 2) and about 1.25 B
+packed rows; one user gets one tile and no waste.
+
+Shape letters: U users, B candidates, N tiles, R candidates per tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TILES_PER_USER = 4
+# Two and not one: a dimension that is 1 for some batch sizes and not for others is compiled once for each.
+_LEAST_ROWS = 2
+
+
+class Packing(NamedTuple):
+    """Where each candidate goes (tile `tile_B`, place `place_B` in it) and whose each tile is (`user_N`).
+
+    Tiles are indexed as `[N, R]` and never as `[N * R]`: a reshape between the two would ask whether R is 1, and a
+    compiled program would be compiled again for the other answer.
+    """
+
+    tile_B: Tensor
+    place_B: Tensor
+    user_N: Tensor
+    rows: int
+
+    def to_tiles(self, x_B: Tensor) -> Tensor:
+        """`[B, ...]` to `[N, R, ...]`, zeros where no candidate is."""
+        empty = x_B.new_zeros((self.user_N.shape[0], self.rows, *x_B.shape[1:]))
+        return empty.index_put((self.tile_B, self.place_B), x_B)
+
+    def from_tiles(self, x_NR: Tensor) -> Tensor:
+        """`[N, R, ...]` back to `[B, ...]`."""
+        return x_NR[self.tile_B, self.place_B]
+
+    def per_tile(self, x_U: Tensor) -> Tensor:
+        """`[U, ...]` to `[N, ...]`: each tile's user."""
+        return x_U.index_select(0, self.user_N)
+
+
+def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -> Packing:
+    """Assign candidates to tiles of their own user."""
+    num_candidates = to_user_B.shape[0]
+    pieces = torch.sym_min(_TILES_PER_USER, num_users) * num_users
+    rows = torch.sym_max((num_candidates + pieces - 1) // torch.sym_max(pieces, 1), _LEAST_ROWS)
+    num_tiles = (num_candidates + num_users * (rows - 1)) // rows
+
+    to_user_B = to_user_B.long()
+    order_B = torch.arange(num_candidates, device=to_user_B.device)
+    if offsets is None:
+        counts_U = to_user_B.new_zeros(num_users).index_add(0, to_user_B, torch.ones_like(to_user_B))
+        order_B = torch.empty_like(order_B).index_copy(0, torch.argsort(to_user_B, stable=True), order_B)
+    else:
+        counts_U = offsets.long().diff()
+    rank_B = order_B - (counts_U.cumsum(0) - counts_U).index_select(0, to_user_B)
+
+    tiles_U = (counts_U + rows - 1) // rows
+    tiles_end_U = tiles_U.cumsum(0)
+    tile_B = (tiles_end_U - tiles_U).index_select(0, to_user_B) + rank_B // rows
+    # Tiles past the last one in use belong to nobody; any user will do.
+    all_N = torch.arange(num_tiles, device=to_user_B.device)
+    user_N = torch.searchsorted(tiles_end_U, all_N, right=True).clamp(max=torch.sym_max(num_users - 1, 0))
+    return Packing(tile_B, rank_B % rows, user_N, rows)

@@ -1,0 +1,124 @@
+"""Target attention: candidate queries over their own user's history. Type II, keys and values are read in place.
+
+Shape letters: U users, B candidates, S seeds (query rows per candidate), T history rows, H query heads, Hkv key
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ikbo_recsys.candidate_index import CandidateIndex, _check_index_tensor
+from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.kernels._library import register_operator
+
+
+def cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: CandidateIndex | Tensor,
+    *,
+    kv_lengths: Tensor | None = None,
+    kv_offsets: Tensor | None = None,
+    max_kv_length: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    r"""Attention of each candidate's query rows over the rows of its own user.
+
+    .. math:: out[b, s, h] = \sum_t softmax_t(scale \cdot \langle q[b, s, h], k[u(b), t, h'] \rangle)\, v[u(b), t, h']
+
+    with :math:`h' = h / (H / H_{kv})` and t over the user's own rows only. Keys and values are never copied per
+    candidate. A user without history gives zeros and zero gradients; whatever lies in the padding is never attended to.
+
+    Args:
+        query: `[B, S, H, D]`, fp32, fp16, bf16 (fp64 on the CPU), any strides.
+        key, value: padded `[U, T, Hkv, D]`, or jagged `[sum T, Hkv, D]` with `kv_offsets`. Hkv divides H (grouped
+        query heads).
+        index: a `CandidateIndex`, or `to_user` int32/int64 `[B]`.
+        kv_lengths: int32/int64 `[U]`, the number of valid rows of each user in padded `key` and `value`; all of them
+            by default.
+        kv_offsets: int32/int64 `[U + 1]` where each user's rows begin in jagged `key` and `value`.
+        max_kv_length: an upper bound of the jagged lengths. Without it the CPU path reads it from `kv_offsets`, which
+            `torch.compile(fullgraph=True)` refuses.
+        scale: of the dot products; `1 / sqrt(D)` by default.
+
+    Returns:
+        `[B, S, H, D]` in the promoted dtype of the inputs, or autocast's.
+
+    Raises:
+        ValueError: sizes that do not fit, lengths and offsets together, lengths outside `[0, T]`, offsets that do not
+            go from 0 to the number of rows, different devices, an index outside `[0, U)` (values are checked on the
+            CPU; on a GPU only under `IKBO_CHECK=1`).
+        TypeError: index, lengths or offsets that are not int32/int64, a dtype that is not supported.
+
+    Source: target attention of Zhou et al., "Deep Interest Network", 2018, in its softmax form.
+    """
+    _checks.check_dims("query", query, "B, S, H, D")
+    num_users = _check_key_value(query, key, value, kv_lengths, kv_offsets, max_kv_length)
+    to_user, offsets = _checks.resolve_index(index, user=("key", num_users), candidate=("query", query.shape[0]))
+    _checks.check_same_device(
+        query=query, key=key, value=value, index=to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets
+    )
+    query, key, value = _checks.promote(query=query, key=key, value=value)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[3]) if query.shape[3] else 1.0
+    with _checks.no_autocast(query):
+        if kv_offsets is not None:
+            length = _max_length(kv_offsets, key.shape[0]) if max_kv_length is None else max_kv_length
+            key = reference.pad_jagged(key, kv_offsets, length)
+            value = reference.pad_jagged(value, kv_offsets, length)
+            kv_lengths = kv_offsets.diff()
+        return reference.cross_attention(query, key, value, to_user, offsets, kv_lengths, scale)
+
+
+def _check_key_value(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_lengths: Tensor | None,
+    kv_offsets: Tensor | None,
+    max_kv_length: int | None,
+) -> int:
+    """Check shapes, lengths and offsets; return U."""
+    if kv_lengths is not None and kv_offsets is not None:
+        raise ValueError("kv_lengths is for padded keys and kv_offsets for jagged ones: give one of them")
+    layout = "U, T, Hkv, D" if kv_offsets is None else "sum T, Hkv, D"
+    _checks.check_dims("key", key, layout)
+    _checks.check_dims("value", value, layout)
+    for what, axis in (("batch size", 0), ("row count", 1), ("head count", -2), ("head size", -1)):
+        _checks.check_equal_sizes(what, "key", key.shape[axis], "value", value.shape[axis])
+    _checks.check_equal_sizes("head size", "query", query.shape[3], "key", key.shape[-1])
+    heads, key_heads = query.shape[2], key.shape[-2]
+    if key_heads == 0 or heads % key_heads != 0:
+        raise ValueError(f"head count of query is {heads}, not a multiple of head count of key which is {key_heads}")
+    if kv_offsets is not None:
+        _check_index_tensor("kv_offsets", kv_offsets)
+        if kv_offsets.shape[0] == 0:
+            raise ValueError("kv_offsets has 0 entries but needs num_users + 1 of them, at least 1")
+        _checks.check_offsets("kv_offsets", kv_offsets, key.shape[0], max_kv_length)
+        return kv_offsets.shape[0] - 1
+    if kv_lengths is not None:
+        _check_index_tensor("kv_lengths", kv_lengths)
+        _checks.check_equal_sizes("user batch size", "kv_lengths", kv_lengths.shape[0], "key", key.shape[0])
+        _checks.check_lengths("kv_lengths", kv_lengths, key.shape[1])
+    return key.shape[0]
+
+
+def _max_length(offsets: Tensor, total: int) -> int:
+    if offsets.shape[0] == 1:
+        return 0
+    longest = offsets.diff().max().item()
+    torch._check(longest >= 0)
+    torch._check(longest <= total)
+    return int(longest)
+
+
+register_operator(
+    "cross_attention(Tensor query, Tensor key, Tensor value, Tensor index, *, Tensor? kv_lengths=None, "
+    "Tensor? kv_offsets=None, SymInt? max_kv_length=None, float? scale=None) -> Tensor",
+    cross_attention,
+)

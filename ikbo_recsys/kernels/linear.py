@@ -1,0 +1,62 @@
+"""The first layer of an over-arch, on user and candidate vectors: Type I, the user's part is computed once per user.
+
+Shape letters: U users, B candidates, Ku/Kc inputs, M outputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ikbo_recsys.candidate_index import CandidateIndex
+from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.kernels._library import register_operator
+
+
+def linear(
+    user: Tensor,
+    cand: Tensor,
+    weight: Tensor,
+    index: CandidateIndex | Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    r"""A linear layer over the concatenation of a user's vector and a candidate's, without the concatenation.
+
+    .. math:: out[b] = act(W_{:, :K_u}\, user[u(b)] + W_{:, K_u:}\, cand[b] + bias)
+
+    It equals `act(F.linear(torch.cat((user[index], cand), 1), weight, bias))`. Products accumulate in fp32 (fp64 for
+    fp64) and are added, and the activation is applied, before the one rounding.
+
+    Args:
+        user: `[U, Ku]`, fp32, fp16, bf16 (fp64 on the CPU), any strides.
+        cand: `[B, Kc]`.
+        weight: `[M, Ku + Kc]`, the user's columns first.
+        index: a `CandidateIndex`, or `to_user` int32/int64 `[B]`.
+        bias: `[M]`.
+        activation: `None`, `"relu"`, `"gelu"` (exact) or `"silu"`.
+
+    Returns:
+        `[B, M]` in the promoted dtype of the inputs, or autocast's.
+
+    Raises:
+        ValueError: sizes that do not fit, tensors on different devices, an unknown activation, an index outside `[0,
+            U)` (on a GPU only under `IKBO_CHECK=1`).
+        TypeError: an index that is not int32/int64, a dtype that is not supported.
+    """
+    _checks.check_dims("user", user, "U, Ku")
+    _checks.check_dims("cand", cand, "B, Kc")
+    _checks.check_dims("weight", weight, "M, Ku + Kc")
+    _checks.check_weight(weight, bias, user.shape[1], cand.shape[1])
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(reference.ACTIVATIONS)}, got {activation!r}")
+    to_user, _ = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
+    _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
+    user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
+    with _checks.no_autocast(cand):
+        return reference.linear(user, cand, weight, to_user, bias, activation)
+
+
+register_operator(
+    "linear(Tensor user, Tensor cand, Tensor weight, Tensor index, Tensor? bias=None, str? activation=None) -> Tensor",
+    linear,
+)

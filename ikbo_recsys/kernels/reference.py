@@ -1,0 +1,153 @@
+"""Every operator in plain torch: the specification, the CPU path and the fallback.
+
+They are decomposed as the kernels are. The user's part of a Type I operator is computed at the user batch size and
+only its result is looked up; autograd turns that look-up into a segment sum, so the backward pass has its matmuls at
+the user batch size too. Where the arithmetic is per candidate (attention, dots), candidates of one user are packed
+into tiles (`_packing.py`) so that user rows are read once per tile. Inputs arrive checked and in one dtype.
+
+Shape letters: U users, B candidates, K features (Ku, Kc: of the user, of a candidate), D embedding size, M outputs, S
+seeds (query rows per candidate), T history rows, H heads, G query heads per key head, N tiles of R candidates, P pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ikbo_recsys.kernels._packing import pack_candidates
+
+ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+"""The activations of `linear`; gelu is the exact one, as `torch.nn.GELU()`."""
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def compression_linear(
+    user_UKD: Tensor, cand_BKD: Tensor, weight_MK: Tensor, to_user_B: Tensor, bias_M: Tensor | None
+) -> Tensor:
+    dtype, wide = cand_BKD.dtype, _accumulation(cand_BKD.dtype)
+    weight_MK = weight_MK.to(wide)
+    user_features = user_UKD.shape[1]
+    user_UMD = torch.matmul(weight_MK[:, :user_features], user_UKD.to(wide))
+    if bias_M is not None:
+        user_UMD = user_UMD + bias_M.to(wide)[:, None]
+    cand_BMD = torch.matmul(weight_MK[:, user_features:], cand_BKD.to(wide))
+    # The sum takes the layout of its first operand, the looked-up one: contiguous, whatever matmul folded.
+    return (user_UMD.index_select(0, to_user_B) + cand_BMD).to(dtype)
+
+
+def linear(
+    user_UK: Tensor,
+    cand_BK: Tensor,
+    weight_MK: Tensor,
+    to_user_B: Tensor,
+    bias_M: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    dtype, wide = cand_BK.dtype, _accumulation(cand_BK.dtype)
+    weight_MK = weight_MK.to(wide)
+    user_features = user_UK.shape[1]
+    user_UM = F.linear(user_UK.to(wide), weight_MK[:, :user_features], None if bias_M is None else bias_M.to(wide))
+    cand_weight_KM = weight_MK[:, user_features:].t()
+    out_BM = torch.addmm(user_UM.index_select(0, to_user_B), cand_BK.to(wide), cand_weight_KM)
+    return ACTIVATIONS[activation](out_BM).to(dtype)
+
+
+def broadcast(x_U: Tensor, to_user_B: Tensor) -> Tensor:
+    return x_U.index_select(0, to_user_B)
+
+
+def segment_sum(x_B: Tensor, to_user_B: Tensor, num_users: int) -> Tensor:
+    wide_U = torch.zeros((num_users, *x_B.shape[1:]), dtype=_accumulation(x_B.dtype), device=x_B.device)
+    return wide_U.index_add(0, to_user_B, x_B.to(wide_U.dtype)).to(x_B.dtype)
+
+
+def dot_interaction(user_UFD: Tensor, cand_BFD: Tensor, to_user_B: Tensor, offsets: Tensor | None) -> Tensor:
+    dtype, wide = cand_BFD.dtype, _accumulation(cand_BFD.dtype)
+    user_UFD, cand_BFD = user_UFD.to(wide), cand_BFD.to(wide)
+    num_user, num_cand = user_UFD.shape[1], cand_BFD.shape[1]
+    packing = pack_candidates(to_user_B, offsets, user_UFD.shape[0])
+
+    user_pairs_UP = _upper_pairs(torch.bmm(user_UFD, user_UFD.mT))
+    cand_pairs_BP = _upper_pairs(torch.bmm(cand_BFD, cand_BFD.mT))
+    tiles_NRFD = packing.to_tiles(cand_BFD)
+    mixed = torch.bmm(tiles_NRFD.flatten(1, 2), packing.per_tile(user_UFD).mT)
+    mixed_BFF = packing.from_tiles(mixed.unflatten(1, (packing.rows, num_cand))).mT
+
+    # triu_indices(F, F, 1) goes row by row: for each user feature its later user features, then every candidate
+    # feature.
+    rows, start = [], 0
+    for feature in range(num_user):
+        stop = start + num_user - 1 - feature
+        rows += [user_pairs_UP[:, start:stop].index_select(0, to_user_B), mixed_BFF[:, feature]]
+        start = stop
+    return torch.cat((*rows, cand_pairs_BP), dim=1).to(dtype)
+
+
+def _upper_pairs(gram_XFF: Tensor) -> Tensor:
+    features = gram_XFF.shape[1]
+    first, second = torch.triu_indices(features, features, 1, device=gram_XFF.device)
+    return gram_XFF[:, first, second]
+
+
+def cross_attention(
+    query_BSHD: Tensor,
+    key_UTHD: Tensor,
+    value_UTHD: Tensor,
+    to_user_B: Tensor,
+    offsets: Tensor | None,
+    kv_lengths_U: Tensor | None,
+    scale: float,
+) -> Tensor:
+    dtype, wide = query_BSHD.dtype, _accumulation(query_BSHD.dtype)
+    query_BSHD, key_UTHD, value_UTHD = query_BSHD.to(wide), key_UTHD.to(wide), value_UTHD.to(wide)
+    if isinstance(key_UTHD.shape[1], int) and key_UTHD.shape[1] == 0:
+        key_UTHD, value_UTHD = _one_padding_row(key_UTHD), _one_padding_row(value_UTHD)
+        kv_lengths_U = to_user_B.new_zeros(key_UTHD.shape[0])
+    packing = pack_candidates(to_user_B, offsets, key_UTHD.shape[0])
+    attend_N11T = None
+    if kv_lengths_U is not None:
+        valid_UT = torch.arange(key_UTHD.shape[1], device=key_UTHD.device) < kv_lengths_U[:, None]
+        # Padding may hold anything, NaN included, and 0 * NaN is NaN: it has to be gone before the matmuls.
+        key_UTHD = key_UTHD.masked_fill(~valid_UT[:, :, None, None], 0)
+        value_UTHD = value_UTHD.masked_fill(~valid_UT[:, :, None, None], 0)
+        # Without a history there is nothing to normalise by: attend to the zeros, whose result and gradients are zero.
+        attend_N11T = packing.per_tile(valid_UT | (kv_lengths_U == 0)[:, None])[:, None, None, :]
+    out_NHRD = F.scaled_dot_product_attention(
+        _fold_query_heads(packing.to_tiles(query_BSHD), key_UTHD.shape[2]),
+        packing.per_tile(key_UTHD).transpose(1, 2),
+        packing.per_tile(value_UTHD).transpose(1, 2),
+        attn_mask=attend_N11T,
+        scale=scale,
+    )
+    return packing.from_tiles(_unfold_query_heads(out_NHRD, packing.rows, query_BSHD.shape)).to(dtype)
+
+
+def _one_padding_row(x_UTHD: Tensor) -> Tensor:
+    """An empty history as one row of padding, which softmax can be asked about."""
+    return F.pad(x_UTHD, (0, 0, 0, 0, 0, 1))
+
+
+def _fold_query_heads(query_NRSHD: Tensor, key_heads: int) -> Tensor:
+    """`[N, R, S, Hkv * G, D]` to `[N, Hkv, R * S * G, D]`: the query heads of one key head are rows like any other."""
+    grouped = query_NRSHD.unflatten(3, (key_heads, query_NRSHD.shape[3] // key_heads))
+    return grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
+
+
+def _unfold_query_heads(out_NHRD: Tensor, rows: int, query_shape: torch.Size) -> Tensor:
+    key_heads = out_NHRD.shape[1]
+    split = out_NHRD.unflatten(2, (rows, query_shape[1], query_shape[2] // key_heads))
+    return split.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+
+
+def pad_jagged(x_LHD: Tensor, offsets_U: Tensor, max_length: int) -> Tensor:
+    """`[sum T, ...]` with offsets `[U + 1]` to `[U, max_length, ...]`, zeros behind each user's rows."""
+    num_users, row_L = offsets_U.shape[0] - 1, torch.arange(x_LHD.shape[0], device=x_LHD.device)
+    offsets_U = offsets_U.long()
+    user_L = torch.searchsorted(offsets_U[1:], row_L, right=True)
+    slot_L = user_L * max_length + row_L - offsets_U.index_select(0, user_L)
+    padded = x_LHD.new_zeros((num_users * max_length, *x_LHD.shape[1:])).index_copy(0, slot_L, x_LHD)
+    return padded.unflatten(0, (num_users, max_length))
