@@ -142,7 +142,7 @@ def check_program(program: ExportedProgram) -> None:
 
     Raises:
         ValueError: fewer than two different dynamic sizes among the inputs' first dimensions, or an `ikbo` operator
-            that a package cannot carry (registered from Python, so that only a process that imports this library has it).
+            that a package cannot carry (registered from Python: only a process that imports this library has it).
     """
     sizes = [tuple(value.shape) for value in _input_values(program) if isinstance(value, Tensor)]
     symbols = {str(shape[0]) for shape in sizes if shape and isinstance(shape[0], torch.SymInt)}
