@@ -1,0 +1,500 @@
+"""Target attention, forward, for Hopper: persistent and warp-specialized. Device code only.
+
+Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
+
+A block holds one producer warp and two consumers of 64 rows. It walks the dense tile table of `_triton/schedule.py` (128 rows of one
+user per entry, H items per entry) with a fixed stride:
+- The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that only
+  the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
+- The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its softmax.
+- The last product with values of an item runs beside the first product with keys of the next: there is no gap between items.
+- The running maximum of a row moves only when it is exceeded by 2^8, so the accumulator is almost never rescaled. The
+  decision is the row's own, so a row's result does not depend on its neighbours; only skipping the multiplication by 1 is the warp's.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store
+
+CONSUMER_ROWS = 64
+TILE_ROWS = 2 * CONSUMER_ROWS
+
+
+def _rescale_assembly(registers: int) -> tuple[str, str]:
+    """Multiply `registers` accumulator registers by their row's factor, unless the whole warp's factors are 1.
+
+    A row of the accumulator lies in every other pair of registers, so two factors cover a thread.
+    """
+    out = [f"${i}" for i in range(registers)]
+    factor = [f"${2 * registers + i}" for i in range(registers)]
+    multiply = " ".join(f"mul.f32 {o}, {o}, {f};" for o, f in zip(out, factor, strict=True))
+    body = (
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.f32 q, {factor[2]}, 0f3F800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; "
+        f"{multiply} SKIP: }}"
+    )
+    constraints = ["=f"] * registers + [str(i) for i in range(registers)] + ["f"] * registers
+    return body, ",".join(constraints)
+
+
+RESCALE_32 = gl.constexpr(_rescale_assembly(32)[0])
+RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_assembly(32)[1])
+RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
+RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
+
+
+@gluon.jit
+def _rescale(acc, factor, D: gl.constexpr):
+    """`acc * factor` for an accumulator `[64, D]` and a factor of its layout, skipped where it changes nothing."""
+    if D == 64:
+        return gl.inline_asm_elementwise(
+            RESCALE_32, RESCALE_32_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
+        )
+
+
+@gluon.jit
+def _turn_wait(WHO: gl.constexpr):
+    if WHO == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _turn_pass(WHO: gl.constexpr):
+    if WHO == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _advance(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _tile(table_ptr, item, heads):
+    """First row, end of the user's rows, where the user's keys are, and how many, of an item."""
+    entry = table_ptr + (item // heads) * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr):
+    """Fill a stage with KEYS rows of a user's keys or values, from `row` on."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), KEYS * D * 2)
+    if JAGGED:
+        tma_load(desc, [0, where + row, head, 0], full.index(stage), bufs.index(stage))
+    else:
+        tma_load(desc, [where, row, head, 0], full.index(stage), bufs.index(stage))
+
+
+@gluon.jit
+def _load_values(
+    desc, full, empty, landed, bufs, where, row, left, head, stage, phase, tail_phase,
+    KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr,
+):  # fmt: skip
+    """`_load_block`, but rows from `left` on become zeros. Returns the phase of `landed`.
+
+    Rows behind the user's last are padding or another user's: their weights are 0, but 0 * NaN is NaN.
+    """
+    if left >= KEYS:
+        _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS, D, JAGGED)
+    else:
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(landed, KEYS * D * 2)
+        if JAGGED:
+            tma_load(desc, [0, where + row, head, 0], landed, bufs.index(stage))
+        else:
+            tma_load(desc, [where, row, head, 0], landed, bufs.index(stage))
+        mbarrier.wait(landed, tail_phase)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+        rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+        block = bufs.index(stage).reshape([KEYS, D])
+        for i in gl.static_range(KEYS // 8):
+            if left < i * 8 + 8:
+                piece = block.slice(i * 8, 8, dim=0)
+                values = piece.load(layout)
+                piece.store(gl.where((rows + i * 8 < left)[:, None], values, gl.zeros_like(values)))
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage), count=1)
+        tail_phase ^= 1
+    return tail_phase
+
+
+@gluon.jit
+def _gather_query(
+    q_ptr, permutation_ptr, buf, row, end, head, seeds, stride_qb, stride_qs, stride_qh,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Start copying 64 query rows, wherever they lie, 8 rows at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    tile = buf.reshape([64, D])
+    for i in gl.static_range(8):
+        rows = row + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+        valid = rows < end
+        cand = rows // seeds
+        seed = rows - cand * seeds
+        if PERMUTED:
+            cand = gl.load(permutation_ptr + cand, mask=valid, other=0)
+        pointers = q_ptr + head * stride_qh + cand.to(gl.int64) * stride_qb + seed.to(gl.int64) * stride_qs
+        mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+        async_copy.async_copy_global_to_shared(tile.slice(i * 8, 8, dim=0), pointers[:, None] + columns[None, :], mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+    table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, GATHER: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    ks = 0
+    kp = 0
+    vs = 0
+    vp = 0
+    qs = 0
+    qp = 0
+    tail_phase = 0
+    # The block of values still owed to the item before.
+    where_v = 0
+    head_v = 0
+    left_v = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, end, where, keys = _tile(table_ptr, item, heads)
+        head = item % heads
+        kv_head = head // group
+        blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
+        for i in gl.static_range(2):
+            mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+            if GATHER:
+                _gather_query(
+                    q_ptr, permutation_ptr, q_bufs.index(qs * 2 + i), row + i * 64, end, head, seeds,
+                    stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
+                )  # fmt: skip
+            else:
+                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
+                tma_load(q_desc, [row + i * 64, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
+        _load_block(k_desc, k_full, k_empty, k_bufs, where, (blocks - 1) * KEYS, kv_head, ks, kp, KEYS, D, JAGGED)
+        ks, kp = _advance(ks, kp, STAGES)
+        if GATHER:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            for i in gl.static_range(2):
+                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
+        qs, qp = _advance(qs, qp, 2)
+        if item > gl.program_id(0):
+            tail_phase = _load_values(
+                v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
+            )
+            vs, vp = _advance(vs, vp, STAGES)
+        for j in range(1, blocks):
+            first = (blocks - 1 - j) * KEYS
+            _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
+            tail_phase = _load_values(
+                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp, tail_phase,
+                KEYS, D, JAGGED,
+            )  # fmt: skip
+            ks, kp = _advance(ks, kp, STAGES)
+            vs, vp = _advance(vs, vp, STAGES)
+        where_v = where + 0
+        head_v = kv_head + 0
+        left_v = keys + 0
+    if gl.program_id(0) < items:
+        _load_values(v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED)
+
+
+@gluon.jit
+def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr, PARTIAL: gl.constexpr):
+    """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
+
+    A user without keys has no maximum: any finite one makes all weights 0.
+    """
+    last = (gl.maximum((keys + KEYS - 1) // KEYS, 1) - 1) * KEYS
+    column = last + gl.arange(0, KEYS, layout=gl.SliceLayout(0, mma))
+    scores = gl.where((column < keys)[None, :], scores, float("-inf"))
+    row_max = gl.max(scores, 1) * qk_scale
+    row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
+    weights = gl.exp2(scores * qk_scale - row_max[:, None])
+    row_sum = gl.sum(weights, 1)
+    if PARTIAL:
+        zero = _partial_sum(gl.zeros_like(weights), KEYS, PARTIAL)
+        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, zero.type.layout))[None, :]
+        row_sum = gl.where(lane == 0, gl.convert_layout(row_sum, gl.SliceLayout(1, zero.type.layout))[:, None], zero)
+    return row_max, row_sum, gl.convert_layout(weights.to(dtype), operand)
+
+
+@gluon.jit
+def _partial_sum(weights, KEYS: gl.constexpr, PARTIAL: gl.constexpr):
+    if PARTIAL:
+        return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
+    else:
+        return gl.sum(weights, 1)
+
+
+@gluon.jit
+def _store_rows(
+    out_ptr, permutation_ptr, out, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Store the rows before `end` of 64 output rows, each to where its candidate lies."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
+    valid = rows < end
+    if PERMUTED:
+        cand = rows // seeds
+        seed = rows - cand * seeds
+        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + seed
+    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
+    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+    gl.store(pointers[:, None] + columns[None, :], out, mask=mask)
+
+
+@gluon.jit
+def _store_lse(
+    lse_ptr, permutation_ptr, lse2, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr
+):
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    valid = rows < end
+    if PERMUTED:
+        cand = rows // seeds
+        seed = rows - cand * seeds
+        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + seed
+    gl.store(lse_ptr + rows.to(gl.int64) * heads + head, lse2 * 0.6931471805599453, mask=valid)
+
+
+@gluon.jit
+def _consumer(
+    WHO: gl.constexpr, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, LAZY: gl.constexpr, PARTIAL: gl.constexpr, QREG: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = o_desc.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    mmo: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    o_buf = o_bufs.index(WHO)
+    zero = gl.zeros((64, KEYS), gl.float32, layout=mma)
+    step = gl.num_programs(0)
+    ks = 0
+    kp = 0
+    vs = 0
+    vp = 0
+    qs = 0
+    qp = 0
+    if WHO == 1:
+        _turn_pass(1)
+    if gl.program_id(0) < items:
+        row, end, _where, keys = _tile(table_ptr, gl.program_id(0), heads)
+        mbarrier.wait(q_full.index(WHO), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        query = q_bufs.index(WHO).reshape([64, D])
+        if QREG:
+            query = query.load(operand)
+            mbarrier.arrive(q_empty.index(WHO), count=1)
+        scores = warpgroup_mma(
+            query, k_bufs.index(0).reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+        )  # fmt: skip
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(0), count=1)
+        ks, kp = _advance(ks, kp, STAGES)
+        row_max, row_sum, weights = _first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand, PARTIAL)
+        for item in range(gl.program_id(0), items, step):
+            more = item + step < items
+            next_row, next_end, _w, next_keys = _tile(table_ptr, gl.where(more, item + step, item), heads)
+            if not QREG:
+                query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            out = gl.zeros((64, D), gl.float32, layout=mmo)
+            blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
+            for j in range(1, blocks):
+                mbarrier.wait(k_full.index(ks), kp)
+                _turn_wait(WHO)
+                scores_t = warpgroup_mma(
+                    query, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_full.index(vs), vp)
+                out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
+                _turn_pass(WHO)
+                scores = warpgroup_mma_wait(1, deps=(scores_t,))
+                mbarrier.arrive(k_empty.index(ks), count=1)
+                ks, kp = _advance(ks, kp, STAGES)
+                seen = gl.max(scores, 1) * qk_scale
+                if LAZY:
+                    new_max = gl.where(seen > row_max + 8.0, seen, row_max)
+                else:
+                    new_max = gl.maximum(row_max, seen)
+                rescale = gl.exp2(row_max - new_max)
+                weights_f = gl.exp2(scores * qk_scale - new_max[:, None])
+                if PARTIAL:
+                    part = _partial_sum(weights_f, KEYS, PARTIAL)
+                    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, part.type.layout))[:, None] + part
+                else:
+                    row_sum = row_sum * rescale + gl.sum(weights_f, 1)
+                row_max = new_max
+                weights_n = gl.convert_layout(weights_f.to(dtype), operand)
+                # A wait that the assembler cannot move the next one across: without it P.V is waited for before the softmax.
+                mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < blocks)
+                out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
+                mbarrier.arrive(v_empty.index(vs), count=1)
+                vs, vp = _advance(vs, vp, STAGES)
+                factor = gl.convert_layout(rescale, gl.SliceLayout(1, mmo))[:, None]
+                if LAZY:
+                    out = _rescale(out, factor.broadcast_to((64, D)), D)
+                else:
+                    out = out * factor
+                weights = weights_n
+            # The item's last product with values beside the next item's first with keys.
+            if not QREG:
+                mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
+            qs, qp = _advance(qs, qp, 2)
+            mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
+            query_n = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            if QREG:
+                query = query_n.load(operand)
+                mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1, pred=more)
+                query_n = query
+            mbarrier.wait(k_full.index(ks), kp, pred=more)
+            _turn_wait(WHO)
+            scores_t = warpgroup_mma(
+                query_n, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            mbarrier.wait(v_full.index(vs), vp)
+            out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
+            _turn_pass(WHO)
+            scores = warpgroup_mma_wait(1, deps=(scores_t,))
+            mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
+            ks, kp = _advance(ks, kp, STAGES)
+            next_max, next_sum, weights_n = _first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand, PARTIAL)
+            if not GATHER:
+                tma.store_wait(0)
+            # The same barrier to reordering as above.
+            mbarrier.wait(k_full.index(ks), kp, pred=more & (next_keys > KEYS))
+            out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
+            mbarrier.arrive(v_empty.index(vs), count=1)
+            vs, vp = _advance(vs, vp, STAGES)
+            if PARTIAL:
+                row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
+            inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+            out_16 = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
+            head = item % heads
+            first = row + WHO * 64
+            if STORE_LSE:
+                _store_lse(lse_ptr, permutation_ptr, row_max + gl.log2(row_sum), first, end, head, heads, seeds, mma, PERMUTED)
+            if GATHER:
+                _store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+            else:
+                if first + 64 <= end:
+                    o_buf.reshape([64, D]).store(out_16)
+                    fence_async_shared()
+                    tma_store(o_desc, [first, head, 0], o_buf)
+                else:
+                    _store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+            row = next_row + 0
+            end = next_end + 0
+            keys = next_keys + 0
+            row_max = next_max
+            row_sum = next_sum
+            weights = weights_n
+        if not GATHER:
+            tma.store_wait(0)
+
+
+@gluon.jit
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, count_ptr, permutation_ptr, qk_scale, heads, group, seeds,
+    stride_qb, stride_qs, stride_qh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, LAZY: gl.constexpr, PARTIAL: gl.constexpr, QREG: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`, natural.
+
+    Descriptors: q and o `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by KEYS rows (U = 1 when jagged). With GATHER the
+    query rows are copied one by one from `q_ptr`, through the permutation and with any strides, and q_desc is not read.
+    `qk_scale` is scale * log2(e), and must be positive. D is the padded head size; columns from HEAD_SIZE on read as zeros.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
+    o_bufs = gl.allocate_shared_memory(dtype, [2, 64, 1, D], o_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], v_desc.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(landed, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    items = gl.load(count_ptr) * heads
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    0, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, LAZY, PARTIAL, QREG,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    1, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, LAZY, PARTIAL, QREG,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+                    table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
+                    KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
