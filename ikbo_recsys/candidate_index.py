@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -240,9 +241,10 @@ class CandidateIndex:
 
 def _on_host(tensor: Tensor) -> bool:
     """Whether the values can be read now without waiting for a GPU and without leaving a traced graph."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+        return False
+    # Fake and functional tensors are subclasses; make_fx may also trace with real ones.
+    return type(tensor) is Tensor and get_proxy_mode() is None
 
 
 def _check_index_tensor(name: str, tensor: Tensor) -> None:

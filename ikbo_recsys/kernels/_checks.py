@@ -127,11 +127,22 @@ def check_lengths(name: str, lengths_U: Tensor, upper: int) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, total: int, max_length: int | None = None) -> None:
-    """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that offsets go from 0 up to `total`."""
+    """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that offsets rise from 0 to `total`."""
+    upper = total if max_length is None else max_length
+    lengths = offsets.diff()
     if _on_host(offsets):
         if int(offsets[0]) != 0 or int(offsets[-1]) != total:
             raise ValueError(f"{name} goes from {int(offsets[0])} to {int(offsets[-1])}, not from 0 to {total} rows")
-        check_lengths(f"the difference of {name} ", offsets.diff(), total if max_length is None else max_length)
+        if lengths.numel() == 0:
+            return
+        shortest, longest = lengths.aminmax()
+        if int(shortest) < 0:
+            at = int(lengths.argmin())
+            raise ValueError(
+                f"{name}[{at + 1}] is {int(offsets[at + 1])}, less than {name}[{at}] which is {int(offsets[at])}"
+            )
+        if int(longest) > upper:
+            raise ValueError(f"{name} has a length of {int(longest)} but max_kv_length is {upper}")
     elif check_mode():
         torch._assert_async((offsets[0] == 0) & (offsets[-1] == total), f"{name} does not go from 0 to {total} rows")
-        check_lengths(name, offsets.diff(), total if max_length is None else max_length)
+        check_lengths(f"the lengths of {name}", lengths, upper)

@@ -6,8 +6,9 @@ not: `sum_u ceil(n_u / R) <= (B + U * (R - 1)) // R`. Using the bound keeps ever
 program exports with both dynamic, and skewed counts (one user with ten thousand candidates among a thousand with one)
 cost no more than even ones.
 
-With `R = ceil(B / (4 U))`, at least 2, there are at most 5 U tiles (and never more than (B + U) / 2) and about 1.25 B
-packed rows; one user gets one tile and no waste.
+With `R = ceil(B / (4 U - 3)) + 1` there are at most 5 U tiles, never more than (B + U) / 2, and about 1.25 B packed
+rows; one user gets one tile. The sizes are plain quotients on purpose: a minimum or maximum in them, or an R that is
+1 for some batch sizes, becomes a case that a compiled program is compiled again for.
 
 Shape letters: U users, B candidates, N tiles, R candidates per tile.
 """
@@ -18,10 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-_TILES_PER_USER = 4
-# Two and not one: a dimension that is 1 for some batch sizes and not for others is compiled once for each.
-_LEAST_ROWS = 2
 
 
 class Packing(NamedTuple):
@@ -53,8 +50,7 @@ class Packing(NamedTuple):
 def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -> Packing:
     """Assign candidates to tiles of their own user."""
     num_candidates = to_user_B.shape[0]
-    pieces = torch.sym_min(_TILES_PER_USER, num_users) * num_users
-    rows = torch.sym_max((num_candidates + pieces - 1) // torch.sym_max(pieces, 1), _LEAST_ROWS)
+    rows = (num_candidates + 4 * num_users - 4) // (4 * num_users - 3) + 1
     num_tiles = (num_candidates + num_users * (rows - 1)) // rows
 
     to_user_B = to_user_B.long()
@@ -71,5 +67,5 @@ def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -
     tile_B = (tiles_end_U - tiles_U).index_select(0, to_user_B) + rank_B // rows
     # Tiles past the last one in use belong to nobody; any user will do.
     all_N = torch.arange(num_tiles, device=to_user_B.device)
-    user_N = torch.searchsorted(tiles_end_U, all_N, right=True).clamp(max=torch.sym_max(num_users - 1, 0))
+    user_N = torch.searchsorted(tiles_end_U, all_N, right=True).clamp(max=num_users - 1)
     return Packing(tile_B, rank_B % rows, user_N, rows)

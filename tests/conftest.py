@@ -1,0 +1,18 @@
+"""Shared by all tests: seeds of their own, few threads where several test processes run."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_inputs(request: pytest.FixtureRequest) -> None:
+    """Another seed for every test, the same one when it is run again, alone or in the suite."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
