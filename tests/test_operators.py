@@ -278,3 +278,36 @@ def test_no_user_tensor_exists_at_the_candidate_batch_size(name: str, kind: str)
     with LargestTensor() as twin:
         CASES[name].twin(*inputs, to_user(make_index(users, candidates, kind)))
     assert twin.bytes >= copied
+
+
+@pytest.mark.slow
+def test_generated_code_has_no_fp64() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    index = make_index(5, 23, "grouped")
+    for name in ("linear", "cross_attention"):
+        compiled = torch.compile(CASES[name].call, fullgraph=True, dynamic=True)
+        _, code = run_and_get_code(compiled, *inputs_of(name, 5, 23), index)
+        assert code
+        assert not any("double" in text or "float64" in text for text in code)
+
+
+@named
+def test_plain_export_takes_an_index(name: str) -> None:
+    """`torch.export` itself, with the `CandidateIndex` as an input and its number of users dynamic."""
+    auto = torch.export.Dim.AUTO
+
+    class Call(torch.nn.Module):
+        def forward(self, inputs: list[Tensor], index: CandidateIndex) -> Tensor:
+            return CASES[name].call(*inputs, index)
+
+    fixed = CASES[name].shapes(2, 2), CASES[name].shapes(3, 3)
+    inputs = inputs_of(name, 5, 23)
+    moving = [{0: auto} if a[0] != b[0] else None for a, b in zip(*fixed, strict=True)]
+    shapes = (moving, [{0: auto}, auto, {0: auto}])
+    with torch.no_grad():
+        program = torch.export.export(Call(), (inputs, make_index(5, 23, "grouped")), dynamic_shapes=shapes)
+    for users, candidates in [(5, 23), (3, 7), (9, 4), (7, 301)]:
+        inputs, index = inputs_of(name, users, candidates), make_index(users, candidates, "grouped")
+        torch.testing.assert_close(program.module()(inputs, index), Call()(inputs, index))
