@@ -6,18 +6,22 @@ Shape letters as in `_attention_launch.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, row_slots
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, is_traced, row_slots
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard
+from ikbo_recsys.kernels._plan import Launch
 
 _LOG2_E = 1.4426950408889634
-_TILE_ROWS = 128
+_TILE_ROWS, _BOX_ROWS = 128, 64
+_BLOCK_KEYS = 128
+_FEWEST_BLOCKS = 96
 _TABLE_BLOCK, _TABLE_STEP = 64, 16
 
 
@@ -30,22 +34,30 @@ class HopperTile:
     consumer_registers: int
     producer_registers: int
 
+    def registers(self) -> dict[str, int]:
+        return {"CONSUMER_REGISTERS": self.consumer_registers, "PRODUCER_REGISTERS": self.producer_registers}
 
-_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
+
+# By padded head size.
+_FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
+_BACKWARD_QUERY_TILES = {64: HopperTile(_BOX_ROWS, 4, 232, 40), 128: HopperTile(_BOX_ROWS, 3, 232, 40)}
+_BACKWARD_TILES = {64: HopperTile(_BLOCK_KEYS, 4, 240, 24), 128: HopperTile(_BLOCK_KEYS, 3, 240, 24)}
 
 
-def refusal(problem: Problem) -> str | None:
-    """Why the kernel cannot take the call, or None. The device is checked elsewhere."""
-    if problem.query.dtype not in (torch.float16, torch.bfloat16):
-        return f"the kernel takes float16 and bfloat16, not {problem.query.dtype}"
-    head_size = problem.query.shape[3]
-    if head_size > 128 or head_size % 8:
-        return f"the kernel takes head sizes that are multiples of 8 up to 128, not {head_size}"
-    if problem.scale <= 0:
-        return f"the kernel takes positive scales, not {problem.scale}"
-    if problem.capacity == 0:
+def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: float) -> str | None:
+    """Why the kernels cannot take the call, or None. Device and library are checked elsewhere."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels take float16 and bfloat16, not {query.dtype}"
+    if query.shape[3] > 128 or query.shape[3] % 8:
+        return f"the kernels take head sizes that are multiples of 8 up to 128, not {query.shape[3]}"
+    if scale <= 0:
+        return f"the kernels take positive scales, not {scale}"
+    # Traced tensors have no addresses, and sizes that must not become guards: the operator looks again when it runs.
+    if is_traced():
+        return None
+    if key.shape[0 if is_jagged else 1] == 0:
         return "there is no history at all"
-    for name, tensor in (("key", problem.key), ("value", problem.value)):
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not _is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and strides {tensor.stride()}"
     return None
@@ -65,9 +77,49 @@ def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
     stride_b, stride_s, stride_h, _ = query.stride()
     if seeds > 1 and cands > 1 and stride_b != seeds * stride_s:
         return None
-    if not _is_tma_ready(query):
-        return None
     return (stride_s if seeds > 1 else stride_b), stride_h
+
+
+class _Descriptor:
+    """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it anew."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
+
+    def checked(self, block: tuple[int, ...]) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(self.base, self.shape, self.strides, list(block), _layout(block, self.base.dtype))
+
+
+class _View:
+    """Shape and strides under which tensors of one layout become descriptors."""
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self._shape = list(shape)
+        # The stride of a dimension of size 1 is never used, but has to be aligned.
+        self._strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in zip(shape[:-1], strides, strict=True)] + [1]
+
+    def of(self, base: Tensor) -> _Descriptor:
+        return _Descriptor(base, self._shape, self._strides)
+
+    @classmethod
+    def of_rows(cls, x_BSHD: Tensor) -> _View:
+        """`[B * S, H, D]`."""
+        flat = _flat_query_strides(x_BSHD)
+        assert flat is not None
+        return cls((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), flat)
+
+    @classmethod
+    def of_history(cls, x: Tensor, layout: int) -> _View:
+        """`[U, T, Hkv, D]`, or `[1, L, Hkv, D]`."""
+        if layout == JAGGED:
+            return cls((1, *x.shape), (TMA_ALIGNMENT, *x.stride()[:-1]))
+        return cls(x.shape, x.stride()[:-1])
 
 
 @functools.cache
@@ -77,90 +129,200 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if dtype is torch.float16 else gl.bfloat16)
 
 
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: tuple[int, ...]) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # The stride of a dimension of size 1 is never used, but the descriptor wants it aligned.
-    strides = [TMA_ALIGNMENT if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)] + [1]
-    return TensorDescriptor(base, shape, strides, list(block), _layout(block, base.dtype))
+def _checked(descriptors: Sequence[_Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]) -> tuple[Any, ...]:
+    return (*(d.checked(block) for d, block in zip(descriptors, blocks, strict=True)), *rest)
 
 
-def _history_descriptor(tensor: Tensor, layout: int, block: tuple[int, ...]) -> Any:
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    if layout == JAGGED:
-        shape, strides = [1, *shape], [TMA_ALIGNMENT, *strides]
-    return _descriptor(tensor, shape, strides, block)
-
-
-def tile_table(problem: Problem, rows: int = _TILE_ROWS) -> tuple[Tensor, Tensor]:
-    """The table of `_triton/schedule.py` and the number of its entries, both on the device."""
+def tile_table(problem: Problem, rows: int = _TILE_ROWS, chained: bool = False) -> Tensor:
+    """The table of `_triton/schedule.py`, on the device: the number of tiles, then the tiles."""
     from ikbo_recsys.kernels._triton.schedule import TILE_FIELDS, fill_tile_table
 
     device = problem.query.device
-    table = torch.empty((row_slots(problem, rows), TILE_FIELDS), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    fill_tile_table[(cdiv(problem.num_users, _TABLE_BLOCK),)](
-        table,
-        count,
-        problem.offsets,
-        problem.offsets if problem.kv is None else problem.kv,
-        *problem.sizes(),
-        ROWS=rows,
-        KV_LAYOUT=problem.layout,
-        BLOCK=_TABLE_BLOCK,
-        STEP=_TABLE_STEP,
+    offsets, _, kv = problem.index_pointers()
+    table = torch.empty((1 + row_slots(problem, rows), TILE_FIELDS), dtype=torch.int32, device=device)
+    launch = Launch(
+        fill_tile_table,
+        problem.index_key(),
+        cdiv(problem.num_users, _TABLE_BLOCK),
+        {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": _TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
         num_warps=4,
     )
-    return table, count
+    launch((table, offsets, kv, *problem.sizes()))
+    return table
 
 
-def forward(problem: Problem, store_lse: bool, **override: Any) -> tuple[Tensor, Tensor]:
-    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
-    from ikbo_recsys.kernels._gluon.cross_attention import CONSUMER_ROWS, attention_forward
+def _shared_table(problem: Problem) -> Tensor:
+    """`tile_table`, made once for the layers and passes that share an index."""
+    kv = problem.kv
+    kept = (problem.layout, problem.query.shape[1], problem.capacity, None if kv is None else (id(kv), kv._version))
+    # `kv` is kept with the table, so that no other tensor can come to have its id.
+    owned = None if kv is problem.offsets else kv
+    return index_cache(problem.offsets, kept, lambda: (tile_table(problem, chained=True), owned))[0]
 
-    query, key = problem.query, problem.key
-    cands, seeds, heads, head_size = query.shape
-    padded = 64 if head_size <= 64 else 128
-    tile = _TILES[padded]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:3] if store_lse else (0,), dtype=torch.float32, device=query.device)
-    row_block, key_block = (CONSUMER_ROWS, 1, padded), (1, tile.keys, 1, padded)
-    flat = None if problem.permutation is not None else _flat_query_strides(query)
-    shape = [cands * seeds, heads, head_size]
-    o_desc = _descriptor(out, shape, [heads * head_size, head_size, 1], row_block)
-    q_desc = o_desc if flat is None else _descriptor(query, shape, [*flat, 1], row_block)
-    with device_guard(query):
-        table, count = tile_table(problem)
-        blocks = min(multiprocessors(query.device), table.shape[0] * heads)
-        attention_forward[(blocks,)](
-            q_desc,
-            _history_descriptor(key, problem.layout, key_block),
-            _history_descriptor(problem.value, problem.layout, key_block),
-            o_desc,
-            query,
-            out,
-            lse,
-            table,
-            count,
-            problem.offsets if problem.permutation is None else problem.permutation,
-            problem.scale * _LOG2_E,
-            heads,
-            problem.group,
-            seeds,
-            *problem.query_strides(),
-            KEYS=tile.keys,
-            D=padded,
-            HEAD_SIZE=head_size,
-            STAGES=tile.stages,
-            JAGGED=problem.layout == JAGGED,
-            GATHER=flat is None,
-            PERMUTED=problem.permutation is not None,
-            STORE_LSE=store_lse,
-            **{
-                **dict(LAZY=True, PARTIAL=False, QREG=False, CONSUMER_REGISTERS=tile.consumer_registers,
-                       PRODUCER_REGISTERS=tile.producer_registers),
-                **override,
+
+def _adjacent_rows(problem: Problem) -> bool:
+    """Whether 64 rows of a tile are adjacent in the query: when candidates are, or when they are one candidate's."""
+    return problem.permutation is None or problem.query.shape[1] % _BOX_ROWS == 0
+
+
+class Forward:
+    """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses."""
+
+    def __init__(self, problem: Problem, store_lse: bool) -> None:
+        from ikbo_recsys.kernels._gluon.cross_attention import attention_forward
+
+        query = problem.query
+        heads, head_size = query.shape[2:]
+        padded = 64 if head_size <= 64 else 128
+        tile = _FORWARD_TILES[padded]
+        self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
+        adjacent = _adjacent_rows(problem) and _flat_query_strides(query) is not None
+        out_strides = (heads * head_size, head_size)
+        self._out = _View((query.shape[0] * query.shape[1], heads, head_size), out_strides)
+        self._query = _View.of_rows(query) if adjacent else None
+        self._key, self._value = (_View.of_history(x, problem.layout) for x in (problem.key, problem.value))
+        self._boxes = _boxes(padded, tile.keys)
+        self._numbers = (
+            *(problem.scale * _LOG2_E, heads, problem.group, query.shape[1]),
+            *(stride // 8 for stride in problem.query_strides()),
+        )
+        self._launch = Launch(
+            attention_forward,
+            problem.index_key(),
+            min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
+            {
+                "KEYS": tile.keys,
+                "D": padded,
+                "HEAD_SIZE": head_size,
+                "STAGES": tile.stages,
+                "JAGGED": problem.layout == JAGGED,
+                "GATHER": not adjacent,
+                "PERMUTED": problem.permutation is not None,
+                "STORE_LSE": store_lse,
+                **tile.registers(),
             },
             num_warps=4,
+            launch_pdl=True,
         )
-    return out, lse
+
+    def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        query = problem.query
+        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
+        o_desc = self._out.of(out)
+        # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
+        q_desc = o_desc if self._query is None else self._query.of(query)
+        descriptors = (q_desc, self._key.of(problem.key), self._value.of(problem.value), o_desc)
+        with device_guard(query):
+            rest = (query, out, lse, _shared_table(problem), problem.index_pointers()[1], *self._numbers)
+            rows, keys = self._boxes
+            self._launch((*descriptors, *rest), lambda: _checked(descriptors, (rows, keys, keys, rows), rest))
+        return out, lse
+
+
+def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
+    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
+    return Forward(problem, store_lse)(problem)
+
+
+def _boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks of the row and of the history descriptors."""
+    return (_BOX_ROWS, 1, padded), (1, keys, 1, padded)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------------
+
+
+def backward_refusal(problem: Problem, grad: Tensor) -> str | None:
+    """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
+    if not _adjacent_rows(problem) or _flat_query_strides(problem.query) is None:
+        return "query rows of one user are not adjacent"
+    if not _is_tma_ready(grad) or _flat_query_strides(grad) is None:
+        return "the rows of the gradient are not adjacent and aligned"
+    return None
+
+
+def fills_the_gpu(problem: Problem) -> bool:
+    """Whether blocks of keys are enough without splitting the query rows, which only the portable kernel does."""
+    return _key_slots(problem) * problem.key.shape[-2] >= _FEWEST_BLOCKS
+
+
+def _key_slots(problem: Problem) -> int:
+    if problem.layout == JAGGED:
+        return problem.capacity // _BLOCK_KEYS + problem.num_users
+    return problem.num_users * cdiv(problem.capacity, _BLOCK_KEYS)
+
+
+def _backward_operands(problem: Problem, grad: Tensor, padded: int) -> tuple[list[_Descriptor], list[tuple[int, ...]]]:
+    """Descriptors of query, gradient, key and value, and their blocks."""
+    rows, keys = _boxes(padded, _BOX_ROWS)
+    views = [_View.of_rows(x) for x in (problem.query, grad)]
+    views += [_View.of_history(x, problem.layout) for x in (problem.key, problem.value)]
+    tensors = (problem.query, grad, problem.key, problem.value)
+    return [view.of(x) for view, x in zip(views, tensors, strict=True)], [rows, rows, keys, keys]
+
+
+def backward_query(problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> Tensor:
+    """dq, contiguous."""
+    from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
+
+    query = problem.query
+    heads, head_size = query.shape[2:]
+    padded = 64 if head_size <= 64 else 128
+    tile = _BACKWARD_QUERY_TILES[padded]
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    descriptors, blocks = _backward_operands(problem, grad, padded)
+    launch = Launch(
+        attention_backward_query,
+        problem.index_key(),
+        min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
+        {
+            "D": padded,
+            "HEAD_SIZE": head_size,
+            "STAGES": tile.stages,
+            "JAGGED": problem.layout == JAGGED,
+            "PERMUTED": problem.permutation is not None,
+            **tile.registers(),
+        },
+        num_warps=4,
+    )
+    with device_guard(query):
+        rest = (
+            *(lse, delta, dq, _shared_table(problem), problem.index_pointers()[1]),
+            *(problem.scale * _LOG2_E, problem.scale, heads, problem.group, query.shape[1]),
+        )
+        launch((*descriptors, *rest), lambda: _checked(descriptors, blocks, rest))
+    return dq
+
+
+def backward_key_value(problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv, contiguous."""
+    from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
+
+    query, key = problem.query, problem.key
+    heads, head_size = query.shape[2:]
+    padded = 64 if head_size <= 64 else 128
+    tile = _BACKWARD_TILES[padded]
+    dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+    descriptors, blocks = _backward_operands(problem, grad, padded)
+    launch = Launch(
+        attention_backward_key_value,
+        problem.index_key(),
+        _key_slots(problem) * key.shape[-2],
+        {
+            "D": padded,
+            "HEAD_SIZE": head_size,
+            "STAGES": tile.stages,
+            "KV_LAYOUT": problem.layout,
+            "PERMUTED": problem.permutation is not None,
+            **tile.registers(),
+        },
+        num_warps=4,
+    )
+    rest = (
+        *(lse, delta, dk, dv, *problem.index_pointers(), *problem.sizes()),
+        *(heads, problem.group, problem.scale * _LOG2_E, problem.scale),
+    )
+    with device_guard(query):
+        launch((*descriptors, *rest), lambda: _checked(descriptors, blocks, rest))
+    return dk, dv

@@ -6,13 +6,16 @@ Shape letters: U users, B candidates, S seeds, T history rows, L history rows of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ikbo_recsys.kernels._launch import cdiv, device_guard, input_precision, launcher
+from ikbo_recsys.kernels._launch import _is_tracing, cdiv, device_guard, input_precision
+from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tiles import Row, pick
 
 FULL, LENGTHS, JAGGED = 0, 1, 2
@@ -68,6 +71,33 @@ _BACKWARD_32BIT = (
 )
 
 
+def is_traced() -> bool:
+    """Whether the call is being traced rather than run: values and addresses are not to be asked for."""
+    return torch.compiler.is_compiling() or _is_tracing()
+
+
+_index_values: Any = WeakIdKeyDictionary()
+
+
+def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What is derived from an index tensor, made once per tensor, contents (its version counter) and stream.
+
+    The values live as long as the tensor. Within a captured CUDA graph they are made anew, so that a replay sees the contents
+    of its time; so they are for inference tensors, whose writes leave no trace.
+    """
+    if index.device.type != "cuda" or index.is_inference() or torch.cuda.is_current_stream_capturing():
+        return make()
+    key = (index._version, index.data_ptr(), torch._C._cuda_getCurrentRawStream(index.get_device()), key)
+    values = _index_values.get(index)
+    if values is None:
+        _index_values[index] = values = {}
+    if key not in values:
+        if len(values) >= 8:  # contents of the past
+            values.clear()
+        values[key] = make()
+    return values[key]
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention call: its tensors as they are read in place, and the numbers that every launch needs.
@@ -111,6 +141,23 @@ class Problem:
             return 64
         return cdiv(rows, max(users, 1))
 
+    def launch_key(self, *more: Tensor) -> tuple[Hashable, ...]:
+        """What Triton specializes a launch on (see `_plan.launch`), `more` being further tensors read in place."""
+        if is_traced():
+            return ()
+        facts: list[Hashable] = []
+        for tensor in (self.query, self.key, self.value, *more):
+            facts += (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+        return (*facts, *self.index_key())
+
+    def index_key(self) -> tuple[Hashable, ...]:
+        """The part of `launch_key` that kernels have which read the rest through TMA descriptors."""
+        kv, permutation = self.kv, self.permutation
+        return (
+            *(self.query.device, self.query.dtype, self.offsets.dtype),
+            *(None if permutation is None else permutation.dtype, None if kv is None else kv.dtype),
+        )
+
     def sizes(self) -> tuple[int, ...]:
         return self.num_users, self.query.shape[0], self.query.shape[1], self.capacity
 
@@ -127,7 +174,8 @@ class Problem:
         permutation = self.offsets if self.permutation is None else self.permutation
         return self.offsets, permutation, self.offsets if self.kv is None else self.kv
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, **more: Any) -> dict[str, Any]:
+        """The constexpr arguments that all the kernels have, and `more`."""
         head_size = self.query.shape[3]
         return {
             "QK_SCALE": self.scale * _LOG2_E,
@@ -138,6 +186,7 @@ class Problem:
             "KV_LAYOUT": self.layout,
             "PERMUTED": self.permutation is not None,
             "PRECISION": input_precision(self.query.dtype),
+            **more,
         }
 
     def tile(self, narrow: Any, wide: Any) -> AttentionTile:
@@ -145,91 +194,71 @@ class Problem:
         return pick(table, head_size=self.query.shape[3], user_rows=self.user_rows)
 
 
-def innermost_contiguous(x: Tensor) -> Tensor:
-    """`x` itself when its innermost stride is 1, which is what the kernels read in place; a copy otherwise."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def row_slots(problem: Problem, rows: int) -> int:
     """How many tiles of `rows` query rows there can be: see `_triton/schedule.py`."""
     return problem.query.shape[0] * problem.query.shape[1] // rows + problem.num_users
 
 
-def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
-    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
-    from ikbo_recsys.kernels._triton.cross_attention import attention_forward
+class Forward:
+    """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses."""
 
-    query = problem.query
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:3] if store_lse else (0,), dtype=torch.float32, device=query.device)
-    tile = problem.tile(_FORWARD_16BIT, _FORWARD_32BIT)
-    with device_guard(query):
-        launcher(attention_forward)[(row_slots(problem, tile.rows) * query.shape[2],)](
-            query,
-            problem.key,
-            problem.value,
-            out,
-            lse,
-            *problem.index_pointers(),
-            *problem.sizes(),
-            *problem.query_strides(),
-            *problem.history_strides(),
-            **problem.constants(),
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            STORE_LSE=store_lse,
+    def __init__(self, problem: Problem, store_lse: bool) -> None:
+        from ikbo_recsys.kernels._triton.cross_attention import attention_forward
+
+        query = problem.query
+        self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
+        tile = problem.tile(_FORWARD_16BIT, _FORWARD_32BIT)
+        self._numbers = (*problem.sizes(), *problem.query_strides(), *problem.history_strides())
+        self._launch = Launch(
+            attention_forward,
+            problem.launch_key(),
+            row_slots(problem, tile.rows) * query.shape[2],
+            problem.constants(ROWS=tile.rows, KEYS=tile.keys, STORE_LSE=store_lse),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return out, lse
+
+    def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        query = problem.query
+        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
+        with device_guard(query):
+            pointers = (query, problem.key, problem.value, out, lse, *problem.index_pointers())
+            self._launch((*pointers, *self._numbers))
+        return out, lse
 
 
-def backward(
-    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value: contiguous, None where not needed."""
-    grad = innermost_contiguous(grad)
-    with device_guard(problem.query):
-        dq, delta = _backward_query(problem, out, lse, grad, needs[0])
-        dk, dv = _backward_key_value(problem, lse, delta, grad, needs[1], needs[2])
-    return dq, dk, dv
+def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
+    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
+    return Forward(problem, store_lse)(problem)
 
 
-def _backward_query(problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
+def backward_query(problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
+    """dq (None unless needed) and delta, `[B, S, H]`; innermost stride of `grad` is 1."""
     from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_query
 
     query = problem.query
     delta = torch.empty_like(lse)
     dq = torch.empty(query.shape, dtype=query.dtype, device=query.device) if need else None
     tile = problem.tile(_BACKWARD_QUERY_16BIT, _BACKWARD_32BIT)
-    launcher(attention_backward_query)[(row_slots(problem, tile.rows) * query.shape[2],)](
-        query,
-        problem.key,
-        problem.value,
-        out,
-        grad,
-        lse,
-        delta,
-        delta if dq is None else dq,
-        *problem.index_pointers(),
-        *problem.sizes(),
-        *problem.query_strides(),
-        *problem.history_strides(),
-        *grad.stride()[:3],
-        **problem.constants(),
-        SCALE=problem.scale,
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        NEED_DQ=need,
+    launch = Launch(
+        attention_backward_query,
+        problem.launch_key(grad),
+        row_slots(problem, tile.rows) * query.shape[2],
+        problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
+    with device_guard(query):
+        launch((*pointers, *problem.index_pointers(), *problem.sizes(), *_strides(problem, grad)))
     return dq, delta
 
 
-def _backward_key_value(
+def backward_key_value(
     problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor, need_dk: bool, need_dv: bool
 ) -> tuple[Tensor | None, Tensor | None]:
+    """dk and dv, contiguous, None where not needed."""
     from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_key_value
 
     if not (need_dk or need_dv):
@@ -243,32 +272,25 @@ def _backward_key_value(
     splits = _splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
     dtype = key.dtype if splits == 1 else torch.float32
     dk, dv = (torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if n else None for n in (need_dk, need_dv))
-    launcher(attention_backward_key_value)[(slots * key.shape[-2] * splits,)](
-        problem.query,
-        key,
-        problem.value,
-        grad,
-        lse,
-        delta,
-        delta if dk is None else dk,
-        delta if dv is None else dv,
-        *problem.index_pointers(),
-        *problem.sizes(),
-        key.numel(),
-        *problem.query_strides(),
-        *problem.history_strides(),
-        *grad.stride()[:3],
-        **problem.constants(),
-        SCALE=problem.scale,
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        SPLITS=splits,
-        NEED_DK=need_dk,
-        NEED_DV=need_dv,
+    launch = Launch(
+        attention_backward_key_value,
+        (*problem.launch_key(grad), key.numel() < 2**31),
+        slots * key.shape[-2] * splits,
+        problem.constants(
+            SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, SPLITS=splits, NEED_DK=need_dk, NEED_DV=need_dv
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    outputs = (delta if dk is None else dk, delta if dv is None else dv)
+    pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
+    with device_guard(key):
+        launch((*pointers, *problem.sizes(), key.numel(), *_strides(problem, grad)))
     return tuple(None if x is None else x[0] if splits == 1 else x.sum(0).to(key.dtype) for x in (dk, dv))  # type: ignore[return-value]
+
+
+def _strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:
+    return *problem.query_strides(), *problem.history_strides(), *grad.stride()[:3]
 
 
 def _splits(programs: int, rows: int, tile_rows: int) -> int:

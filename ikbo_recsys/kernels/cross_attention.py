@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex, _check_index_tensor
-from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -57,15 +57,34 @@ def cross_attention(
 
     Source: target attention of Zhou et al., "Deep Interest Network", 2018, in its softmax form.
     """
+    known = None
+    if isinstance(query, Tensor) and query.is_cuda:
+        from ikbo_recsys.kernels import _attention_paths
+
+        known = _attention_paths.signature(query, key, value, index, kv_lengths, kv_offsets, scale)
+        if known is not None:
+            out = _attention_paths.repeat(known, query, key, value, index, kv_lengths if kv_offsets is None else kv_offsets)
+            if out is not None:
+                return out
     _checks.check_dims("query", query, "B, S, H, D")
     num_users = _check_key_value(query, key, value, kv_lengths, kv_offsets, max_kv_length)
     to_user, offsets = _checks.resolve_index(index, user=("key", num_users), candidate=("query", query.shape[0]))
     _checks.check_same_device(
         query=query, key=key, value=value, index=to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets
     )
+    given = (query, key, value)
     query, key, value = _checks.promote(query=query, key=key, value=value)
+    if any(x is not y for x, y in zip(given, (query, key, value), strict=True)):
+        known = None
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3]) if query.shape[3] else 1.0
+    choice = _choose(query, key, value, kv_offsets, num_users, offsets is not None, scale)
+    if choice is not None and choice.path != "torch":
+        from ikbo_recsys.kernels import _attention_paths
+
+        return _attention_paths.attention(
+            query, key, value, to_user, offsets, kv_lengths, kv_offsets, scale, choice.path, known
+        )
     with _checks.no_autocast(query):
         if kv_offsets is not None:
             length = _max_length(kv_offsets, key.shape[0]) if max_kv_length is None else max_kv_length
@@ -73,6 +92,44 @@ def cross_attention(
             value = reference.pad_jagged(value, kv_offsets, length)
             kv_lengths = kv_offsets.diff()
         return reference.cross_attention(query, key, value, to_user, offsets, kv_lengths, scale)
+
+
+def _choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_offsets: Tensor | None,
+    num_users: int,
+    is_grouped: bool,
+    scale: float,
+) -> _backend.Choice | None:
+    """The path of a call, None for the only one there is on a CPU. Imports the GPU paths for a GPU alone."""
+    if query.device.type != "cuda" and _backend.requested_backend() in ("auto", "torch"):
+        return None
+    from ikbo_recsys.kernels import _attention_paths
+
+    return _attention_paths.choose(query, key, value, kv_offsets, num_users, is_grouped, scale)
+
+
+def _explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: CandidateIndex | Tensor,
+    *,
+    kv_lengths: Tensor | None = None,
+    kv_offsets: Tensor | None = None,
+    max_kv_length: int | None = None,
+    scale: float | None = None,
+) -> _backend.Choice:
+    num_users = key.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
+    query, key, value = _checks.promote(query=query, key=key, value=value)
+    is_grouped = isinstance(index, CandidateIndex) and index.is_grouped
+    choice = _choose(query, key, value, kv_offsets, num_users, is_grouped, 1.0 if scale is None else scale)
+    return choice or _backend.Choice("torch", "the tensors are on a CPU", {})
+
+
+_backend.register_chooser("cross_attention", _explain)
 
 
 def _check_key_value(

@@ -8,6 +8,7 @@ user per entry, H items per entry) with a fixed stride:
   the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
 - The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its softmax.
 - The last product with values of an item runs beside the first product with keys of the next: there is no gap between items.
+- Query rows come by TMA where they are adjacent (grouped candidates, or a number of seeds that 64 divides), row by row otherwise.
 - The running maximum of a row moves only when it is exceeded by 2^8, so the accumulator is almost never rescaled. The
   decision is the row's own, so a row's result does not depend on its neighbours; only skipping the multiplication by 1 is the warp's.
 """
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store
+from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store, wait_for_primary_grid
 
 CONSUMER_ROWS = 64
 TILE_ROWS = 2 * CONSUMER_ROWS
@@ -91,7 +92,7 @@ def _turn_pass(WHO: gl.constexpr):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
+def advance(stage, phase, STAGES: gl.constexpr):
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -100,10 +101,28 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tile(table_ptr, item, heads):
+def read_tile(table_ptr, item, heads):
     """First row, end of the user's rows, where the user's keys are, and how many, of an item."""
-    entry = table_ptr + (item // heads) * 4
+    entry = table_ptr + (1 + item // heads) * 4
     return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def row_places(permutation_ptr, rows, valid, seeds, PERMUTED: gl.constexpr):
+    """Where packed rows lie among the rows of a contiguous `[B, S, ...]`."""
+    if PERMUTED:
+        cand = rows // seeds
+        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + rows - cand * seeds
+    return rows
+
+
+@gluon.jit
+def whole_row(permutation_ptr, row, end, seeds, PERMUTED: gl.constexpr):
+    """Where 64 packed rows of one candidate begin in the query and in the output."""
+    if PERMUTED:
+        cand = row // seeds
+        row = gl.load(permutation_ptr + cand, mask=row < end, other=0).to(gl.int32) * seeds + row - cand * seeds
+    return row
 
 
 @gluon.jit
@@ -115,6 +134,18 @@ def _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS: g
         tma_load(desc, [0, where + row, head, 0], full.index(stage), bufs.index(stage))
     else:
         tma_load(desc, [where, row, head, 0], full.index(stage), bufs.index(stage))
+
+
+@gluon.jit
+def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
+    """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(ROWS // 8):
+        if first < i * 8 + 8:
+            piece = block.slice(i * 8, 8, dim=0)
+            values = piece.load(layout)
+            piece.store(gl.where((rows + i * 8 < first)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -136,14 +167,7 @@ def _load_values(
         else:
             tma_load(desc, [where, row, head, 0], landed, bufs.index(stage))
         mbarrier.wait(landed, tail_phase)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
-        rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        block = bufs.index(stage).reshape([KEYS, D])
-        for i in gl.static_range(KEYS // 8):
-            if left < i * 8 + 8:
-                piece = block.slice(i * 8, 8, dim=0)
-                values = piece.load(layout)
-                piece.store(gl.where((rows + i * 8 < left)[:, None], values, gl.zeros_like(values)))
+        zero_rows(bufs.index(stage).reshape([KEYS, D]), left, KEYS, D)
         fence_async_shared()
         mbarrier.arrive(full.index(stage), count=1)
         tail_phase ^= 1
@@ -151,30 +175,46 @@ def _load_values(
 
 
 @gluon.jit
-def _gather_query(
-    q_ptr, permutation_ptr, buf, row, end, head, seeds, stride_qb, stride_qs, stride_qh,
-    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
-):  # fmt: skip
-    """Start copying 64 query rows, wherever they lie, 8 rows at a time."""
+def _gather_query(q_ptr, places, buf, row, end, head, stride_qh, D: gl.constexpr, HEAD_SIZE: gl.constexpr):
+    """Start copying 64 query rows from where `places` says they lie, 8 rows at a time; zeros from `end` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     tile = buf.reshape([64, D])
     for i in gl.static_range(8):
         rows = row + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        valid = rows < end
-        cand = rows // seeds
-        seed = rows - cand * seeds
-        if PERMUTED:
-            cand = gl.load(permutation_ptr + cand, mask=valid, other=0)
-        pointers = q_ptr + head * stride_qh + cand.to(gl.int64) * stride_qb + seed.to(gl.int64) * stride_qs
-        mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+        place = places.slice(i * 8, 8, dim=0).load(gl.SliceLayout(1, layout))
+        pointers = q_ptr + (place + head * stride_qh).to(gl.int64) * 8
+        mask = (rows < end)[:, None] & (columns < HEAD_SIZE)[None, :]
         async_copy.async_copy_global_to_shared(tile.slice(i * 8, 8, dim=0), pointers[:, None] + columns[None, :], mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
+def _gather_item(
+    table_ptr, item, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, stride_qb, stride_qs, stride_qh,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Start copying the query rows of both consumers for an item. Strides are in units of 8 elements."""
+    row, end, _where, _keys = read_tile(table_ptr, item, heads)
+    # All the look-ups at once, through shared memory: piece by piece each would wait for memory in its turn.
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    rows = row + gl.arange(0, 128, layout=layout)
+    cand = rows // seeds
+    seed = rows - cand * seeds
+    if PERMUTED:
+        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
+    places.store(cand * stride_qb + seed * stride_qs)
+    for i in gl.static_range(2):
+        mbarrier.wait(q_empty.index(stage * 2 + i), phase ^ 1)
+        _gather_query(
+            q_ptr, places.slice(i * 64, 64, dim=0), q_bufs.index(stage * 2 + i), row + i * 64, end, item % heads, stride_qh,
+            D, HEAD_SIZE,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed, places,
     table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, GATHER: gl.constexpr,
     PERMUTED: gl.constexpr,
@@ -190,34 +230,38 @@ def _producer(
     where_v = 0
     head_v = 0
     left_v = 0
+    if GATHER:
+        if gl.program_id(0) < items:
+            _gather_item(
+                table_ptr, gl.program_id(0), heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, 0, 0, seeds,
+                stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
+            )  # fmt: skip
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, end, where, keys = _tile(table_ptr, item, heads)
+        row, end, where, keys = read_tile(table_ptr, item, heads)
         head = item % heads
         kv_head = head // group
         blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
-        for i in gl.static_range(2):
-            mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
-            if GATHER:
-                _gather_query(
-                    q_ptr, permutation_ptr, q_bufs.index(qs * 2 + i), row + i * 64, end, head, seeds,
-                    stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
-                )  # fmt: skip
-            else:
-                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
-                tma_load(q_desc, [row + i * 64, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
-        _load_block(k_desc, k_full, k_empty, k_bufs, where, (blocks - 1) * KEYS, kv_head, ks, kp, KEYS, D, JAGGED)
-        ks, kp = _advance(ks, kp, STAGES)
-        if GATHER:
-            async_copy.wait_group(0)
-            fence_async_shared()
+        if not GATHER:
             for i in gl.static_range(2):
-                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
-        qs, qp = _advance(qs, qp, 2)
+                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
+                q_row = whole_row(permutation_ptr, row + i * 64, end, seeds, PERMUTED)
+                tma_load(q_desc, [q_row, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
+            qs, qp = advance(qs, qp, 2)
+        _load_block(k_desc, k_full, k_empty, k_bufs, where, (blocks - 1) * KEYS, kv_head, ks, kp, KEYS, D, JAGGED)
+        ks, kp = advance(ks, kp, STAGES)
         if item > gl.program_id(0):
             tail_phase = _load_values(
                 v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
             )
-            vs, vp = _advance(vs, vp, STAGES)
+            vs, vp = advance(vs, vp, STAGES)
+        if GATHER:
+            # These rows were asked for when the last block of the item before was: they are here by now.
+            async_copy.wait_group(0)
+            fence_async_shared()
+            for i in gl.static_range(2):
+                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
+            qs, qp = advance(qs, qp, 2)
         for j in range(1, blocks):
             first = (blocks - 1 - j) * KEYS
             _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
@@ -225,8 +269,15 @@ def _producer(
                 v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp, tail_phase,
                 KEYS, D, JAGGED,
             )  # fmt: skip
-            ks, kp = _advance(ks, kp, STAGES)
-            vs, vp = _advance(vs, vp, STAGES)
+            ks, kp = advance(ks, kp, STAGES)
+            vs, vp = advance(vs, vp, STAGES)
+        if GATHER:
+            following = item + gl.num_programs(0)
+            if following < items:
+                _gather_item(
+                    table_ptr, following, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp, seeds,
+                    stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
+                )  # fmt: skip
         where_v = where + 0
         head_v = kv_head + 0
         left_v = keys + 0
@@ -235,7 +286,7 @@ def _producer(
 
 
 @gluon.jit
-def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr, PARTIAL: gl.constexpr):
+def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr):
     """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
 
     A user without keys has no maximum: any finite one makes all weights 0.
@@ -246,24 +297,22 @@ def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constex
     row_max = gl.max(scores, 1) * qk_scale
     row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
     weights = gl.exp2(scores * qk_scale - row_max[:, None])
-    row_sum = gl.sum(weights, 1)
-    if PARTIAL:
-        zero = _partial_sum(gl.zeros_like(weights), KEYS, PARTIAL)
-        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, zero.type.layout))[None, :]
-        row_sum = gl.where(lane == 0, gl.convert_layout(row_sum, gl.SliceLayout(1, zero.type.layout))[:, None], zero)
-    return row_max, row_sum, gl.convert_layout(weights.to(dtype), operand)
+    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written here:
+    # without them the assembler moves all of this behind the wait for P.V.
+    none = _partial_sums(gl.zeros_like(weights), KEYS)
+    first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
+    whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
+    return row_max, gl.where(first, whole[:, None], none), gl.convert_layout(weights.to(dtype), operand)
 
 
 @gluon.jit
-def _partial_sum(weights, KEYS: gl.constexpr, PARTIAL: gl.constexpr):
-    if PARTIAL:
-        return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
-    else:
-        return gl.sum(weights, 1)
+def _partial_sums(weights, KEYS: gl.constexpr):
+    """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an item."""
+    return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
 
 
 @gluon.jit
-def _store_rows(
+def store_rows(
     out_ptr, permutation_ptr, out, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
     PERMUTED: gl.constexpr,
 ):  # fmt: skip
@@ -271,10 +320,7 @@ def _store_rows(
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
     valid = rows < end
-    if PERMUTED:
-        cand = rows // seeds
-        seed = rows - cand * seeds
-        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + seed
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
     pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
     mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
     gl.store(pointers[:, None] + columns[None, :], out, mask=mask)
@@ -286,10 +332,7 @@ def _store_lse(
 ):
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     valid = rows < end
-    if PERMUTED:
-        cand = rows // seeds
-        seed = rows - cand * seeds
-        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + seed
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
     gl.store(lse_ptr + rows.to(gl.int64) * heads + head, lse2 * 0.6931471805599453, mask=valid)
 
 
@@ -298,7 +341,7 @@ def _consumer(
     WHO: gl.constexpr, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
-    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, LAZY: gl.constexpr, PARTIAL: gl.constexpr, QREG: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = o_desc.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -316,25 +359,21 @@ def _consumer(
     if WHO == 1:
         _turn_pass(1)
     if gl.program_id(0) < items:
-        row, end, _where, keys = _tile(table_ptr, gl.program_id(0), heads)
+        row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
         mbarrier.wait(q_full.index(WHO), 0)
         mbarrier.wait(k_full.index(0), 0)
         query = q_bufs.index(WHO).reshape([64, D])
-        if QREG:
-            query = query.load(operand)
-            mbarrier.arrive(q_empty.index(WHO), count=1)
         scores = warpgroup_mma(
             query, k_bufs.index(0).reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(0), count=1)
-        ks, kp = _advance(ks, kp, STAGES)
-        row_max, row_sum, weights = _first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand, PARTIAL)
+        ks, kp = advance(ks, kp, STAGES)
+        row_max, row_sum, weights = _first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand)
         for item in range(gl.program_id(0), items, step):
             more = item + step < items
-            next_row, next_end, _w, next_keys = _tile(table_ptr, gl.where(more, item + step, item), heads)
-            if not QREG:
-                query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            next_row, next_end, _w, next_keys = read_tile(table_ptr, gl.where(more, item + step, item), heads)
+            query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             out = gl.zeros((64, D), gl.float32, layout=mmo)
             blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
             for j in range(1, blocks):
@@ -348,46 +387,32 @@ def _consumer(
                 _turn_pass(WHO)
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
-                ks, kp = _advance(ks, kp, STAGES)
+                ks, kp = advance(ks, kp, STAGES)
                 seen = gl.max(scores, 1) * qk_scale
-                if LAZY:
-                    new_max = gl.where(seen > row_max + 8.0, seen, row_max)
-                else:
-                    new_max = gl.maximum(row_max, seen)
+                new_max = gl.where(seen > row_max + 8.0, seen, row_max)
                 rescale = gl.exp2(row_max - new_max)
                 weights_f = gl.exp2(scores * qk_scale - new_max[:, None])
-                if PARTIAL:
-                    part = _partial_sum(weights_f, KEYS, PARTIAL)
-                    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, part.type.layout))[:, None] + part
-                else:
-                    row_sum = row_sum * rescale + gl.sum(weights_f, 1)
+                part = _partial_sums(weights_f, KEYS)
+                row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, part.type.layout))[:, None] + part
                 row_max = new_max
                 weights_n = gl.convert_layout(weights_f.to(dtype), operand)
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the softmax.
                 mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < blocks)
                 out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
                 mbarrier.arrive(v_empty.index(vs), count=1)
-                vs, vp = _advance(vs, vp, STAGES)
+                vs, vp = advance(vs, vp, STAGES)
                 factor = gl.convert_layout(rescale, gl.SliceLayout(1, mmo))[:, None]
-                if LAZY:
-                    out = _rescale(out, factor.broadcast_to((64, D)), D)
-                else:
-                    out = out * factor
+                out = _rescale(out, factor.broadcast_to((64, D)), D)
                 weights = weights_n
             # The item's last product with values beside the next item's first with keys.
-            if not QREG:
-                mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
-            qs, qp = _advance(qs, qp, 2)
+            mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
+            qs, qp = advance(qs, qp, 2)
             mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
-            query_n = q_bufs.index(qs * 2 + WHO).reshape([64, D])
-            if QREG:
-                query = query_n.load(operand)
-                mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1, pred=more)
-                query_n = query
+            following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
             _turn_wait(WHO)
             scores_t = warpgroup_mma(
-                query_n, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero,
+                following, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero,
                 use_acc=False, is_async=True,
             )  # fmt: skip
             mbarrier.wait(v_full.index(vs), vp)
@@ -395,32 +420,31 @@ def _consumer(
             _turn_pass(WHO)
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
-            ks, kp = _advance(ks, kp, STAGES)
-            next_max, next_sum, weights_n = _first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand, PARTIAL)
+            ks, kp = advance(ks, kp, STAGES)
+            next_max, next_sum, weights_n = _first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand)
             if not GATHER:
                 tma.store_wait(0)
             # The same barrier to reordering as above.
             mbarrier.wait(k_full.index(ks), kp, pred=more & (next_keys > KEYS))
             out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
             mbarrier.arrive(v_empty.index(vs), count=1)
-            vs, vp = _advance(vs, vp, STAGES)
-            if PARTIAL:
-                row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
-            inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+            vs, vp = advance(vs, vp, STAGES)
+            whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
+            inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
             out_16 = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
             head = item % heads
             first = row + WHO * 64
             if STORE_LSE:
-                _store_lse(lse_ptr, permutation_ptr, row_max + gl.log2(row_sum), first, end, head, heads, seeds, mma, PERMUTED)
+                _store_lse(lse_ptr, permutation_ptr, row_max + gl.log2(whole_sum), first, end, head, heads, seeds, mma, PERMUTED)
             if GATHER:
-                _store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+                store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
             else:
                 if first + 64 <= end:
                     o_buf.reshape([64, D]).store(out_16)
                     fence_async_shared()
-                    tma_store(o_desc, [first, head, 0], o_buf)
+                    tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
                 else:
-                    _store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+                    store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
             row = next_row + 0
             end = next_end + 0
             keys = next_keys + 0
@@ -431,12 +455,17 @@ def _consumer(
             tma.store_wait(0)
 
 
-@gluon.jit
+SIZES = [
+    *("permutation_ptr", "heads", "group", "seeds", "stride_qb", "stride_qs", "stride_qh"),
+]
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def attention_forward(
-    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, count_ptr, permutation_ptr, qk_scale, heads, group, seeds,
+    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, permutation_ptr, qk_scale, heads, group, seeds,
     stride_qb, stride_qs, stride_qh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
-    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, LAZY: gl.constexpr, PARTIAL: gl.constexpr, QREG: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`, natural.
@@ -458,6 +487,7 @@ def attention_forward(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    places = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mbarrier.init(landed, count=1)
     for i in gl.static_range(4):
         mbarrier.init(q_full.index(i), count=1)
@@ -467,7 +497,9 @@ def attention_forward(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    items = gl.load(count_ptr) * heads
+    # The kernel that writes the table may still be running.
+    wait_for_primary_grid()
+    items = gl.load(table_ptr) * heads
     gl.warp_specialize(
         [
             (
@@ -475,7 +507,7 @@ def attention_forward(
                 (
                     0, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, LAZY, PARTIAL, QREG,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
                 ),
             ),
             (
@@ -483,13 +515,13 @@ def attention_forward(
                 (
                     1, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, LAZY, PARTIAL, QREG,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
                 ),
             ),
             (
                 _producer,
                 (
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed, places,
                     table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
                     KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED,
                 ),

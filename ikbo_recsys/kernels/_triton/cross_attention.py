@@ -9,6 +9,9 @@ import triton.language as tl
 
 from ikbo_recsys.kernels._triton.schedule import key_range, tile_of_slot
 
+SIZES = ["offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "capacity", "split_stride"]
+"""Arguments that no kernel is compiled anew for."""
+
 
 @triton.jit
 def row_pointers(base_ptr, permutation_ptr, row, valid, seeds, stride_b, stride_s, PERMUTED: tl.constexpr):
@@ -71,7 +74,7 @@ def _attend(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_users", "num_cands", "capacity"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_forward(
     q_ptr,
     k_ptr,

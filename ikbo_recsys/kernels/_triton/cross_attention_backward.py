@@ -10,7 +10,7 @@ No atomics: a program of `attention_backward_query` owns query rows and walks th
 import triton
 import triton.language as tl
 
-from ikbo_recsys.kernels._triton.cross_attention import load_tile, row_pointers
+from ikbo_recsys.kernels._triton.cross_attention import SIZES, load_tile, row_pointers
 from ikbo_recsys.kernels._triton.schedule import clamped_offset, key_range, tile_of_slot
 
 
@@ -45,7 +45,7 @@ def _query_step(
     return tl.dot(grad_scores.to(key.dtype), key, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_users", "num_cands", "capacity"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_backward_query(
     q_ptr,
     k_ptr,
@@ -181,7 +181,7 @@ def _store_rows(out_ptr, first_row, rows, acc, mask_rows, heads_size, HEAD_SIZE:
     tl.store(pointers[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_users", "num_cands", "capacity"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_backward_key_value(
     q_ptr,
     k_ptr,
@@ -292,7 +292,7 @@ def attention_backward_key_value(
 
     written = keys < rows_out
     heads_size = KEY_HEADS * HEAD_SIZE
-    base = split * split_stride + key_head * HEAD_SIZE
+    base = split.to(tl.int64) * split_stride + key_head * HEAD_SIZE
     if NEED_DK:
         dk = tl.where(counts[:, None], dk * SCALE, 0.0)
         _store_rows(dk_ptr + base, out_row, keys, dk, written, heads_size, HEAD_SIZE, BLOCK_D)

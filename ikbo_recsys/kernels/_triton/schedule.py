@@ -15,6 +15,7 @@ Rows are *packed rows*: candidate place in grouped order * seeds + seed. Letters
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 TILE_FIELDS = 4
 """int32 entries per tile: first packed row, end of the user's packed rows, first key row (jagged) or user (padded), key rows."""
@@ -82,10 +83,9 @@ def _users_block(
     return start, end, first_key, keys, tiles
 
 
-@triton.jit(do_not_specialize=["num_users", "num_items", "seeds", "capacity"])
+@triton.jit(do_not_specialize=["offsets_ptr", "kv_ptr", "num_users", "num_items", "seeds", "capacity"])
 def fill_tile_table(
     table_ptr,
-    count_ptr,
     offsets_ptr,
     kv_ptr,
     num_users,
@@ -96,12 +96,16 @@ def fill_tile_table(
     KV_LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """Write the tiles of BLOCK users per program, and how many tiles there are in all.
+    """Write the tiles of BLOCK users per program, and into the table's first entry how many tiles there are in all.
 
     A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller number): each
     program sums those over all users, BLOCK x BLOCK comparisons at a time, so no program waits for another.
+    With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     user = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start, end, first_key, keys, tiles = _users_block(
         offsets_ptr, kv_ptr, user, num_users, num_items, seeds, capacity, ROWS, KV_LAYOUT
@@ -118,12 +122,12 @@ def fill_tile_table(
         place += tl.sum(tl.where(before, other_tiles[None, :], 0), 1)
         total += tl.sum(other_tiles, 0)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, total)
+        tl.store(table_ptr, total)
     most = tl.max(tiles, 0)
     for first in range(0, most, STEP):
         tile = first + tl.arange(0, STEP)[None, :]
         mask = tile < tiles[:, None]
-        entry = table_ptr + (place[:, None] + tile) * 4
+        entry = table_ptr + (1 + place[:, None] + tile) * 4
         tl.store(entry, start[:, None] + tile * ROWS, mask=mask)
         tl.store(entry + 1, end[:, None] + tile * 0, mask=mask)
         tl.store(entry + 2, first_key[:, None] + tile * 0, mask=mask)

@@ -1,0 +1,251 @@
+"""Target attention, gradients of keys and values, for Hopper: warp-specialized. Device code only.
+
+Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
+
+A block owns 128 keys of one user and one key head: 64 for each of two consumers, whose dk and dv stay in registers while the
+producer streams all of the user's query rows past them, 64 at a time, together with the rows' gradient, log-sum-exp and delta.
+No atomics, and a fixed order of summation. Scores are computed transposed, `[64 keys, 64 rows]`: p and ds are then the left
+operands of `dv += p g` and `dk += ds q` as they come out of the matmul, and rows of keys that do not exist harm only themselves.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ikbo_recsys.kernels._gluon._compat import tma_load
+from ikbo_recsys.kernels._gluon.cross_attention import advance, read_tile, row_places, store_rows, whole_row, zero_rows
+
+CONSUMER_KEYS = 64
+BLOCK_KEYS = 2 * CONSUMER_KEYS
+BLOCK_ROWS = 64
+
+
+@gluon.jit
+def _clamped(pointer, position, upper):
+    return gl.minimum(gl.maximum(gl.load(pointer + position), 0), upper).to(gl.int32)
+
+
+@gluon.jit
+def _key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
+    """`(user, user's first key row, block's first row, rows to write, rows that count)`, the last three relative to the second.
+
+    The slots of jagged keys are those of `tile_of_slot` in `_triton/schedule.py`.
+    """
+    if KV_LAYOUT == 2:
+        low = 0 * slot
+        high = num_users - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            base = _clamped(kv_ptr, middle, capacity) // 128 + middle
+            is_right = base <= slot
+            low = gl.where(is_right, middle, low)
+            high = gl.where(is_right, high, middle - 1)
+        start = _clamped(kv_ptr, low, capacity)
+        keys = gl.maximum(_clamped(kv_ptr, low + 1, capacity) - start, 0)
+        return low, start, (slot - start // 128 - low) * 128, keys, keys
+    else:
+        blocks = (capacity + 127) // 128
+        user = slot // blocks
+        keys = capacity
+        if KV_LAYOUT == 1:
+            keys = _clamped(kv_ptr, user, capacity)
+        return user, 0 * slot, (slot - user * blocks) * 128, capacity, keys
+
+
+@gluon.jit
+def _rows_producer(
+    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty, landed,
+    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
+    D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    tiles = (end - start + 63) // 64
+    if tiles > 0:
+        mbarrier.expect(history, 4 * 64 * D * 2)
+        for i in gl.static_range(2):
+            if JAGGED:
+                tma_load(k_desc, [0, first_key + first + i * 64, key_head, 0], history, k_bufs.index(i))
+                tma_load(v_desc, [0, first_key + first + i * 64, key_head, 0], history, v_bufs.index(i))
+            else:
+                tma_load(k_desc, [user, first + i * 64, key_head, 0], history, k_bufs.index(i))
+                tma_load(v_desc, [user, first + i * 64, key_head, 0], history, v_bufs.index(i))
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    stage = 0
+    phase = 0
+    tail_phase = 0
+    for step in range(tiles * group):
+        head = key_head * group + step // tiles
+        row = start + (step % tiles) * 64
+        rows = row + gl.arange(0, 64, layout=layout)
+        valid = rows < end
+        at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
+        # Rows past the user's last get weight 2^-inf = 0.
+        lse2 = gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
+        delta = gl.load(delta_ptr + at, mask=valid, other=0.0)
+        q_row = whole_row(permutation_ptr, row, end, seeds, PERMUTED)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        row_bufs.index(stage * 2).store(lse2)
+        row_bufs.index(stage * 2 + 1).store(delta)
+        if row + 64 <= end:
+            mbarrier.arrive(full.index(stage), count=1)
+            mbarrier.expect(full.index(stage), 2 * 64 * D * 2)
+            tma_load(q_desc, [q_row, head, 0], full.index(stage), q_bufs.index(stage))
+            tma_load(g_desc, [q_row, head, 0], full.index(stage), g_bufs.index(stage))
+        else:
+            # Another user's rows: their weights are 0, but 0 * NaN is NaN.
+            mbarrier.expect(landed, 2 * 64 * D * 2)
+            tma_load(q_desc, [q_row, head, 0], landed, q_bufs.index(stage))
+            tma_load(g_desc, [q_row, head, 0], landed, g_bufs.index(stage))
+            mbarrier.wait(landed, tail_phase)
+            tail_phase ^= 1
+            zero_rows(q_bufs.index(stage).reshape([64, D]), end - row, 64, D)
+            zero_rows(g_bufs.index(stage).reshape([64, D]), end - row, 64, D)
+            fence_async_shared()
+            mbarrier.arrive(full.index(stage), count=2)
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _store(out_ptr, acc, first_row, key, valid, written, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr, layout: gl.constexpr):
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    acc = gl.where(valid[:, None], acc, 0.0)
+    pointers = out_ptr + (first_row + key.to(gl.int64)) * stride
+    mask = written[:, None] & (column < HEAD_SIZE)[None, :]
+    gl.store(pointers[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _keys_consumer(
+    WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
+    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_bufs.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wide, k_width=2)
+    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    zero = gl.zeros((64, 64), gl.float32, layout=mma)
+    dk = gl.zeros((64, D), gl.float32, layout=wide)
+    dv = gl.zeros((64, D), gl.float32, layout=wide)
+    total = (end - start + 63) // 64 * group
+    stage = 0
+    phase = 0
+    if total > 0:
+        key = k_bufs.index(WHO).reshape([64, D])
+        value = v_bufs.index(WHO).reshape([64, D])
+        mbarrier.wait(history, 0)
+        mbarrier.wait(full.index(0), 0)
+        scores_t = warpgroup_mma(key, q_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores_t,))
+        for step in range(total):
+            query = q_bufs.index(stage).reshape([64, D])
+            grad = g_bufs.index(stage).reshape([64, D])
+            grad_weights_t = warpgroup_mma(value, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
+            lse2 = row_bufs.index(stage * 2).load(columns)
+            weights = gl.exp2(scores * qk_scale - lse2[None, :])
+            weights_16 = gl.convert_layout(weights.to(dtype), operand)
+            dv_t = warpgroup_mma(weights_16, grad, dv, is_async=True)
+            delta = row_bufs.index(stage * 2 + 1).load(columns)
+            grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
+            grad_scores = weights * (grad_weights - delta[None, :])
+            grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
+            dk_t = warpgroup_mma(grad_scores_16, query, dk, is_async=True)
+            # The next rows' scores are computed behind these products.
+            following, following_phase = advance(stage + 0, phase + 0, STAGES)
+            mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
+            scores_t = warpgroup_mma(
+                key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            dv, _w = warpgroup_mma_wait(2, deps=(dv_t, weights_16))
+            dk, _g = warpgroup_mma_wait(1, deps=(dk_t, grad_scores_16))
+            mbarrier.arrive(empty.index(stage), count=1)
+            scores = warpgroup_mma_wait(0, deps=(scores_t,))
+            stage = following
+            phase = following_phase
+    key_row = first + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    stride = key_heads * HEAD_SIZE
+    base = key_head * HEAD_SIZE
+    _store(dk_ptr + base, dk * scale, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
+    _store(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
+
+
+SIZES = ["offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "capacity", "heads", "group"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_key_value(
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, offsets_ptr, permutation_ptr, kv_ptr,
+    num_users, num_cands, seeds, capacity, heads, group, qk_scale, scale,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, KV_LAYOUT: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dk and dv, contiguous in the shape of k and v.
+
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1 when
+    jagged). lse and delta are contiguous `[N, H]`. Grid: blocks of 128 keys times key heads, heads fastest. With PERMUTED,
+    64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    key_heads = heads // group
+    key_head = gl.program_id(0) % key_heads
+    user, first_key, first, rows_out, keys = _key_block(kv_ptr, gl.program_id(0) // key_heads, num_users, capacity, KV_LAYOUT)
+    # Slots without keys do nothing; blocks of nothing but padding write zeros.
+    start = _clamped(offsets_ptr, user, num_cands) * seeds
+    end = _clamped(offsets_ptr, user + 1, num_cands) * seeds
+    end = gl.where(first < keys, end, start)
+    if KV_LAYOUT == 2:
+        out_row = first_key.to(gl.int64)
+    else:
+        out_row = user.to(gl.int64) * capacity
+
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 64, 1, D], q_desc.layout)
+    g_bufs = gl.allocate_shared_memory(dtype, [STAGES, 64, 1, D], g_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], v_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    row_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], flat)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    history = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    mbarrier.init(history, count=1)
+    mbarrier.init(landed, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _keys_consumer,
+                (
+                    0, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+                    D, HEAD_SIZE, STAGES,
+                ),
+            ),
+            (
+                _keys_consumer,
+                (
+                    1, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+                    D, HEAD_SIZE, STAGES,
+                ),
+            ),
+            (
+                _rows_producer,
+                (
+                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty, landed,
+                    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
+                    D, STAGES, KV_LAYOUT == 2, PERMUTED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""Target attention, gradient of the query, for Hopper: persistent and warp-specialized. Device code only.
+
+Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
+
+The mirror image of `cross_attention_backward.py`: a consumer owns 64 query rows, whose dq stays in registers while the producer
+streams the user's keys and values past them, 64 at a time, from the last block to the first. It walks the tile table of the
+forward kernel. The first scores of an item are computed behind the last product of the one before.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
+from ikbo_recsys.kernels._gluon.cross_attention import advance, read_tile, row_places, store_rows, whole_row, zero_rows
+
+BLOCK_KEYS = 64
+
+
+@gluon.jit
+def _load_history(k_desc, v_desc, k_buf, v_buf, barrier, where, row, head, D: gl.constexpr, JAGGED: gl.constexpr):
+    mbarrier.expect(barrier, 2 * 64 * D * 2)
+    if JAGGED:
+        tma_load(k_desc, [0, where + row, head, 0], barrier, k_buf)
+        tma_load(v_desc, [0, where + row, head, 0], barrier, v_buf)
+    else:
+        tma_load(k_desc, [where, row, head, 0], barrier, k_buf)
+        tma_load(v_desc, [where, row, head, 0], barrier, v_buf)
+
+
+@gluon.jit
+def _keys_producer(
+    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty, landed,
+    table_ptr, items, permutation_ptr, heads, group, seeds,
+    D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    qs = 0
+    qp = 0
+    stage = 0
+    phase = 0
+    tail_phase = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, end, where, keys = read_tile(table_ptr, item, heads)
+        head = item % heads
+        for i in gl.static_range(2):
+            mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+            mbarrier.expect(q_full.index(qs * 2 + i), 2 * 64 * D * 2)
+            place = whole_row(permutation_ptr, row + i * 64, end, seeds, PERMUTED)
+            tma_load(q_desc, [place, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
+            tma_load(g_desc, [place, head, 0], q_full.index(qs * 2 + i), g_bufs.index(qs * 2 + i))
+        qs, qp = advance(qs, qp, 2)
+        blocks = gl.maximum((keys + 63) // 64, 1)
+        for j in range(blocks):
+            first = (blocks - 1 - j) * 64
+            k_buf = k_bufs.index(stage)
+            v_buf = v_bufs.index(stage)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            if first + 64 <= keys:
+                _load_history(k_desc, v_desc, k_buf, v_buf, full.index(stage), where, first, head // group, D, JAGGED)
+            else:
+                # Keys behind the user's last get ds = 0, but 0 * NaN is NaN. Their values only meet ds, which is selected.
+                _load_history(k_desc, v_desc, k_buf, v_buf, landed, where, first, head // group, D, JAGGED)
+                mbarrier.wait(landed, tail_phase)
+                tail_phase ^= 1
+                zero_rows(k_buf.reshape([64, D]), keys - first, 64, D)
+                fence_async_shared()
+                mbarrier.arrive(full.index(stage), count=1)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _row_facts(
+    lse_ptr, delta_ptr, permutation_ptr, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr
+):
+    """Log-sum-exp (base 2) and delta of 64 rows; weights 2^-inf = 0 for rows that do not exist."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    valid = rows < end
+    at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
+    lse2 = gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
+    return lse2, gl.load(delta_ptr + at, mask=valid, other=0.0)
+
+
+@gluon.jit
+def _rows_consumer(
+    WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
+    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_bufs.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wide, k_width=2)
+    zero = gl.zeros((64, 64), gl.float32, layout=mma)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, mma))
+    step = gl.num_programs(0)
+    qs = 0
+    qp = 0
+    stage = 0
+    phase = 0
+    if gl.program_id(0) < items:
+        row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
+        head = gl.program_id(0) % heads
+        lse2, delta = _row_facts(
+            lse_ptr, delta_ptr, permutation_ptr, row + WHO * 64, end, head, heads, seeds, mma, PERMUTED
+        )
+        mbarrier.wait(q_full.index(WHO), 0)
+        mbarrier.wait(full.index(0), 0)
+        scores_t = warpgroup_mma(
+            q_bufs.index(WHO).reshape([64, D]), k_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+        )  # fmt: skip
+        scores = warpgroup_mma_wait(0, deps=(scores_t,))
+        for item in range(gl.program_id(0), items, step):
+            more = item + step < items
+            following = gl.where(more, item + step, item)
+            next_row, next_end, _w, next_keys = read_tile(table_ptr, following, heads)
+            next_lse2, next_delta = _row_facts(
+                lse_ptr, delta_ptr, permutation_ptr, next_row + WHO * 64, next_end, following % heads, heads, seeds, mma, PERMUTED
+            )  # fmt: skip
+            next_qs, next_qp = advance(qs + 0, qp + 0, 2)
+            grad = g_bufs.index(qs * 2 + WHO).reshape([64, D])
+            dq = gl.zeros((64, D), gl.float32, layout=wide)
+            blocks = gl.maximum((keys + 63) // 64, 1)
+            for j in range(blocks):
+                grad_weights_t = warpgroup_mma(
+                    grad, v_bufs.index(stage).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                weights = gl.exp2(scores * qk_scale - lse2[:, None])
+                grad_weights = warpgroup_mma_wait(0, deps=(grad_weights_t,))
+                grad_scores = weights * (grad_weights - delta[:, None])
+                valid = column < keys - (blocks - 1 - j) * 64
+                grad_scores = gl.where(valid[None, :], grad_scores, 0.0)
+                grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
+                dq_t = warpgroup_mma(grad_scores_16, k_bufs.index(stage).reshape([64, D]), dq, is_async=True)
+                # The next scores, of this item or of the next one, are computed behind this product.
+                is_last = j + 1 == blocks
+                from_qs = gl.where(is_last, next_qs, qs)
+                next_stage, next_phase = advance(stage + 0, phase + 0, STAGES)
+                mbarrier.wait(q_full.index(next_qs * 2 + WHO), next_qp, pred=is_last & more)
+                mbarrier.wait(full.index(next_stage), next_phase, pred=more | (j + 1 < blocks))
+                scores_t = warpgroup_mma(
+                    q_bufs.index(from_qs * 2 + WHO).reshape([64, D]),
+                    k_bufs.index(next_stage).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True,
+                )  # fmt: skip
+                dq, _kept = warpgroup_mma_wait(1, deps=(dq_t, grad_scores_16))
+                mbarrier.arrive(empty.index(stage), count=1)
+                scores = warpgroup_mma_wait(0, deps=(scores_t,))
+                stage = next_stage
+                phase = next_phase
+            mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
+            store_rows(
+                dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds, wide, D,
+                HEAD_SIZE, PERMUTED,
+            )  # fmt: skip
+            qs = next_qs
+            qp = next_qp
+            row = next_row + 0
+            end = next_end + 0
+            keys = next_keys + 0
+            lse2 = next_lse2
+            delta = next_delta
+
+
+SIZES = ["permutation_ptr", "heads", "group", "seeds"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_query(
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dq, contiguous `[N, H, D]`.
+
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1 when
+    jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
+    g_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], g_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, D], v_desc.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(landed, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    wait_for_primary_grid()
+    items = gl.load(table_ptr) * heads
+    gl.warp_specialize(
+        [
+            (
+                _rows_consumer,
+                (
+                    0, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
+                    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+                    D, HEAD_SIZE, STAGES, PERMUTED,
+                ),
+            ),
+            (
+                _rows_consumer,
+                (
+                    1, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
+                    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+                    D, HEAD_SIZE, STAGES, PERMUTED,
+                ),
+            ),
+            (
+                _keys_producer,
+                (
+                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty, landed,
+                    table_ptr, items, permutation_ptr, heads, group, seeds, D, STAGES, JAGGED, PERMUTED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""The attention kernels compiled ahead of any launch: they fit, nothing spills where it costs, wgmma stays asynchronous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compile.helper import (
+    TARGETS,
+    Compiled,
+    assert_fits,
+    assert_no_spills,
+    assert_wgmma_pipelined,
+    compile_kernel,
+    descriptor,
+)
+
+POINTERS = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32"}
+
+
+def _signature(kernel: Any, dtype: str, constexprs: dict[str, Any], index: str = "*i64") -> dict[str, str]:
+    """Argument types by their names: descriptors are added by the caller."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constexprs or name.endswith("_desc"):
+            continue
+        if name.endswith("_ptr"):
+            types[name] = index if name == "permutation_ptr" else POINTERS.get(name, f"*{dtype}")
+        else:
+            types[name] = "fp32" if name in ("qk_scale", "scale") else "i32"
+    return types
+
+
+def _forward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
+    from ikbo_recsys.kernels._attention_hopper import _FORWARD_TILES
+    from ikbo_recsys.kernels._gluon.cross_attention import attention_forward
+
+    tile = _FORWARD_TILES[head_size]
+    constexprs = {
+        **{"KEYS": tile.keys, "D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "JAGGED": False},
+        **{"GATHER": False, "PERMUTED": False, "STORE_LSE": False},
+        **{"CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers},
+        **how,
+    }
+    rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, tile.keys, 1, head_size])
+    signature = _signature(attention_forward, dtype, constexprs)
+    signature |= {"q_desc": rows, "o_desc": rows, "k_desc": keys, "v_desc": keys}
+    aligned = ["q_ptr", "out_ptr", "lse_ptr", "table_ptr"]
+    return compile_kernel(attention_forward, signature, constexprs, aligned=aligned, num_warps=4)
+
+
+def _backward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
+    from ikbo_recsys.kernels._attention_hopper import _BACKWARD_TILES
+    from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
+
+    tile = _BACKWARD_TILES[head_size]
+    constexprs = {
+        **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "KV_LAYOUT": 0, "PERMUTED": False},
+        **{"CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers},
+        **how,
+    }
+    rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, 64, 1, head_size])
+    signature = _signature(attention_backward_key_value, dtype, constexprs)
+    signature |= {"q_desc": rows, "g_desc": rows, "k_desc": keys, "v_desc": keys}
+    aligned = ["lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr"]
+    return compile_kernel(attention_backward_key_value, signature, constexprs, aligned=aligned, num_warps=4)
+
+
+def _runs(compiled: Compiled, *names: str) -> list[tuple[str, int]]:
+    """The named opcodes in the order of the code, equal neighbours counted together."""
+    runs: list[tuple[str, int]] = []
+    for name, _ in compiled.sass_positions("|".join(names)):
+        opcode = name.split(".")[0]
+        if runs and runs[-1][0] == opcode:
+            runs[-1] = (opcode, runs[-1][1] + 1)
+        else:
+            runs.append((opcode, 1))
+    return runs
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"JAGGED": True, "STORE_LSE": True}, {"PERMUTED": True}, {"GATHER": True, "PERMUTED": True, "STORE_LSE": True}],
+)
+def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
+    compiled = _forward(head_size, **how)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
+    # The producer may keep a few words in local memory. A consumer that did would do so at every block of keys.
+    assert compiled.resources["STACK"] <= 64, compiled.resources
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("how", [{}, {"KV_LAYOUT": 2, "PERMUTED": True}])
+def test_hopper_backward(head_size: int, how: dict[str, Any]) -> None:
+    compiled = _backward(head_size, **how)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
+    assert compiled.resources["STACK"] <= 64, compiled.resources
+
+
+def test_hopper_forward_waits_for_values_after_the_softmax() -> None:
+    """Order of the main loop: Q.K and P.V are issued, Q.K is waited for, the exponentials, and only then P.V's wait.
+
+    ptxas moves that last wait above the softmax unless something keeps it back, and the matmul then hides nothing.
+    """
+    runs = _runs(_forward(128, STORE_LSE=True), "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
+    issues = [i for i, run in enumerate(runs) if run == ("HGMMA", 16)]
+    # Two consumers, each with a main loop and the step between two items.
+    assert len(issues) == 4, runs
+    for at in issues:
+        between = runs[at + 1 : at + 4]
+        assert [name for name, _ in between] == ["WARPGROUP", "MUFU", "WARPGROUP"], runs
+        assert between[1][1] >= 64, runs
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_portable(target: str, dtype: str) -> None:
+    from ikbo_recsys.kernels import _attention_launch as launch
+    from ikbo_recsys.kernels._tiles import pick
+    from ikbo_recsys.kernels._triton import cross_attention as forward
+    from ikbo_recsys.kernels._triton import cross_attention_backward as backward
+
+    common = {
+        **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": 96, "BLOCK_D": 128, "KV_LAYOUT": 2, "PERMUTED": True},
+        "PRECISION": "ieee",
+    }
+    is_wide = dtype == "fp32"
+    for kernel, table, more in (
+        (forward.attention_forward, launch._FORWARD_16BIT, {"STORE_LSE": True}),
+        (backward.attention_backward_query, launch._BACKWARD_QUERY_16BIT, {"SCALE": 0.1, "NEED_DQ": True}),
+        (
+            backward.attention_backward_key_value,
+            launch._BACKWARD_KEY_VALUE_16BIT,
+            {"SCALE": 0.1, "SPLITS": 1, "NEED_DK": True, "NEED_DV": True},
+        ),
+    ):
+        if is_wide:
+            table = launch._FORWARD_32BIT if kernel is forward.attention_forward else launch._BACKWARD_32BIT
+        tile = pick(table, head_size=96, user_rows=4096)
+        constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
+        signature = _signature(kernel, dtype, constexprs)
+        aligned = [name for name in signature if name.startswith("stride") or name in ("q_ptr", "k_ptr", "v_ptr")]
+        compiled = compile_kernel(
+            kernel, signature, constexprs, target=target, aligned=aligned, num_warps=tile.warps, num_stages=tile.stages
+        )
+        # 64 KB is what an AMD gfx942 has, 163 KB an A100.
+        limit = {"gfx942": 65536, "sm_80": 166912}.get(target, 232448)
+        assert compiled.shared_memory <= limit, (kernel.__name__, tile, compiled.shared_memory)
+
+
+def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
+    from ikbo_recsys.kernels._triton.schedule import fill_tile_table
+
+    for chained in (False, True):
+        constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": 64, "STEP": 16, "CHAINED": chained}
+        compiled = compile_kernel(fill_tile_table, _signature(fill_tile_table, "fp16", constexprs), constexprs, num_warps=4)
+        assert_no_spills(compiled)

@@ -1,0 +1,190 @@
+"""The portable attention kernels and the tile schedule on the CPU, in Triton's interpreter, against fp64.
+
+The interpreter replaces the kernels when they are defined, so these tests need a process of their own, with TRITON_INTERPRET=1;
+`test_in_a_process_of_its_own` starts it. fp32 and fp16 only: the interpreter's bf16 `tl.dot` is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import twins
+from tests.cases import gradients, relative_error
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+FULL, LENGTHS, JAGGED = 0, 1, 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout, done.stdout[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        out = empty(*args, **kwargs)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def _problem(users: int, cands: int, seeds: int, rows: int, heads: tuple[int, int], size: int, **how: object) -> tuple:
+    """A `Problem`, and the fp64 operands, index and lengths of its twin. User 1 of several has no history."""
+    from ikbo_recsys.kernels._attention_launch import Problem
+    from ikbo_recsys.kernels._attention_paths import group
+
+    dtype, layout, index_dtype = how["dtype"], how["layout"], how.get("index_dtype", torch.int64)
+    to_user = torch.randint(0, users, (cands,), dtype=index_dtype)
+    if not how["shuffled"]:
+        to_user = to_user.sort()[0]
+    offsets, permutation = group(to_user, users)
+    lengths = torch.full((users,), rows) if layout == FULL else torch.randint(0, rows + 1, (users,))
+    if layout != FULL and users > 1:
+        lengths[1] = 0
+    query = torch.randn(cands, seeds, heads[0], 2 * size).to(dtype)[..., size:]
+    buffer = torch.randn(users, rows, 2, heads[1], size).to(dtype)
+    wide = [x.double() for x in (query, *buffer.unbind(2))]
+    valid = torch.arange(rows) < lengths[:, None]
+    buffer[~valid] = float("nan")  # padding may hold anything
+    kv = None
+    if layout == LENGTHS:
+        kv = lengths.to(index_dtype)
+    elif layout == JAGGED:
+        buffer = buffer[valid]
+        kv = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(index_dtype)
+    key, value = buffer.unbind(-3)
+    scale = how.get("scale", size**-0.5)
+    problem = Problem(query, key, value, offsets, permutation if how["shuffled"] else None, kv, layout, scale)
+    return problem, wide, to_user.long(), lengths, valid
+
+
+CASES = [
+    ((1, 1, 1, 1, (1, 1), 8), {"layout": FULL, "shuffled": False}),
+    ((3, 7, 2, 19, (2, 1), 8), {"layout": FULL, "shuffled": False}),
+    ((3, 7, 2, 19, (2, 1), 24), {"layout": LENGTHS, "shuffled": True, "index_dtype": torch.int32}),
+    ((5, 40, 3, 70, (2, 2), 48), {"layout": JAGGED, "shuffled": False}),
+    ((4, 9, 5, 67, (3, 1), 16), {"layout": JAGGED, "shuffled": True, "scale": -0.2}),
+    ((2, 60, 17, 33, (4, 2), 32), {"layout": LENGTHS, "shuffled": True}),
+    ((1, 400, 1, 40, (1, 1), 16), {"layout": LENGTHS, "shuffled": True}),
+    ((9, 2, 1, 5, (1, 1), 16), {"layout": JAGGED, "shuffled": False}),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("sizes", "how"), CASES)
+def test_forward_and_backward(sizes: tuple, how: dict, dtype: torch.dtype) -> None:
+    from ikbo_recsys.kernels import _attention_launch as launch
+    from ikbo_recsys.kernels._attention_paths import _backward
+
+    problem, wide, to_user, lengths, valid = _problem(*sizes, **how, dtype=dtype)
+    expected = gradients(lambda q, k, v: twins.cross_attention(q, k, v, to_user, lengths, problem.scale), *wide)
+    out, lse = launch.forward(problem, True)
+    grad = torch.ones(()).expand_as(out).to(dtype) if sizes[1] == 7 else torch.randn_like(out)
+    inputs = [x.detach().requires_grad_() for x in wide]
+    twin = twins.cross_attention(*inputs, to_user, lengths, problem.scale)
+    expected = torch.autograd.grad(twin, inputs, grad.double())
+    dq, dk, dv = _backward(problem, out, lse, grad, (True, True, True), "triton")
+    if problem.layout == JAGGED:
+        expected = (expected[0], expected[1][valid], expected[2][valid])
+    tolerance = TOLERANCE[dtype]
+    assert relative_error(out, twin.detach()) < tolerance
+    for got, want in zip((dq, dk, dv), expected, strict=True):
+        # One key has weight 1 whatever its score: dq and dk are exactly 0, and what remains is the rounding of dv's size.
+        assert float((got.double() - want).norm()) < tolerance * float(want.norm().clamp_min(expected[2].norm()))
+    _check_lse(problem, lse, wide, to_user, lengths)
+
+
+def _check_lse(problem: object, lse: Tensor, wide: list[Tensor], to_user: Tensor, lengths: Tensor) -> None:
+    heads = wide[0].shape[2] // wide[1].shape[2]
+    key = wide[1].repeat_interleave(heads, 2)[to_user]
+    scores = torch.einsum("bshd,bthd->bsht", wide[0], key) * problem.scale  # type: ignore[attr-defined]
+    valid = torch.arange(key.shape[1]) < lengths[to_user][:, None]
+    expected = scores.masked_fill(~valid[:, None, None, :], float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+def test_only_the_gradients_asked_for(needs: tuple[bool, bool, bool]) -> None:
+    from ikbo_recsys.kernels import _attention_launch as launch
+    from ikbo_recsys.kernels._attention_paths import _backward
+
+    problem, *_ = _problem(3, 7, 2, 19, (2, 1), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    out, lse = launch.forward(problem, True)
+    grad = torch.randn_like(out)
+    everything = _backward(problem, out, lse, grad, (True, True, True), "triton")
+    some = _backward(problem, out, lse, grad, needs, "triton")
+    for need, got, expected in zip(needs, some, everything, strict=True):
+        assert (got is not None) == need
+        if need:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@interpreted
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """The candidates of a user in another order give bitwise the same rows in that order."""
+    from dataclasses import replace
+
+    from ikbo_recsys.kernels import _attention_launch as launch
+
+    problem, *_ = _problem(2, 23, 3, 40, (2, 2), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    start, end = (int(x) for x in problem.offsets[:2])
+    order = torch.cat((torch.arange(start, end).flip(0), torch.arange(end, 23)))
+    out, _ = launch.forward(problem, False)
+    moved, _ = launch.forward(replace(problem, query=problem.query[order].contiguous()), False)
+    assert torch.equal(moved, out[order])
+
+
+@interpreted
+@pytest.mark.parametrize("users", [1, 3, 70, 200])
+@pytest.mark.parametrize("layout", [FULL, LENGTHS, JAGGED])
+def test_tile_table(users: int, layout: int) -> None:
+    """Every row in one tile of its user, no tile of two users, longest histories first, the count right."""
+    from ikbo_recsys.kernels._attention_hopper import tile_table
+
+    problem, _, to_user, lengths, _ = _problem(users, 3 * users, 5, 9, (1, 1), 8, layout=layout, shuffled=False, dtype=torch.float32)
+    table = tile_table(problem, rows=4)
+    count = int(table[0, 0])
+    starts = (problem.offsets * 5).tolist()
+    expected = []
+    for user in sorted(range(users), key=lambda u: (-int(lengths[u]), u)):
+        where = int(problem.kv[user]) if layout == JAGGED else user
+        for row in range(starts[user], starts[user + 1], 4):
+            expected.append([row, starts[user + 1], where, int(lengths[user])])
+    assert table[1 : 1 + count].tolist() == expected
+    assert count <= table.shape[0] - 1
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [-3, 2**31 - 1])
+def test_wrong_offsets_stay_inside(bad: int) -> None:
+    """Offsets that lead outside are clamped: nothing hangs, nothing outside is read or written."""
+    from dataclasses import replace
+
+    from ikbo_recsys.kernels import _attention_launch as launch
+
+    problem, *_ = _problem(3, 7, 2, 19, (1, 1), 16, layout=JAGGED, shuffled=False, dtype=torch.float32)
+    offsets, kv = problem.offsets.clone(), problem.kv.clone()
+    offsets[1], kv[2] = bad, bad
+    launch.forward(replace(problem, offsets=offsets, kv=kv), True)
