@@ -1,4 +1,4 @@
-"""Train `IKBOSequenceRanker` on MovieLens-100K and compare it with popularity, and its losses with the broadcast twin's."""
+"""Train `IKBOSequenceRanker` on MovieLens-100K; compare it with popularity, and its loss with the broadcast twin's."""
 
 import argparse
 import copy
@@ -10,14 +10,13 @@ import movielens
 import numpy as np
 import torch
 import torch.nn.functional as F
-from broadcast_twin import BroadcastTwin
 from matplotlib import pyplot as plt
 from sklearn.metrics import roc_auc_score
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tqdm import tqdm
 
-EMBEDDING_DIM, MAX_HISTORY, REQUESTS_PER_BATCH, EPOCHS = 32, 50, 256, 3
+REQUESTS_PER_BATCH, EPOCHS = 256, 3
 
 
 def add_optimizers(model):
@@ -41,10 +40,7 @@ class WithBroadcastTwin(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.sparse = copy.deepcopy(model.sparse)
-        self.dense = BroadcastTwin(
-            movielens.DENSE_FEATURES, model.sparse.user_features, model.sparse.candidate_features, EMBEDDING_DIM
-        )
-        self.dense.load_state_dict(model.dense.state_dict())
+        self.dense = movielens.make_twin(model)
 
     def forward(self, dense, user, candidate, index):
         return self.dense(dense, *self.sparse(user, candidate), index.to_user)
@@ -53,27 +49,27 @@ class WithBroadcastTwin(torch.nn.Module):
 def compare_losses(data, requests, steps):
     """Train both from the same weights on the same batches; return both series of losses."""
     torch.manual_seed(0)
-    ours = movielens.make_model(len(data.titles), EMBEDDING_DIM, MAX_HISTORY)
+    ours = movielens.make_model(len(data.titles))
     twin = WithBroadcastTwin(ours)
     optimizers = add_optimizers(ours), add_optimizers(twin)
     losses = []
-    batches = data.shuffled(requests, 32, MAX_HISTORY, seed=1)[:steps]
+    batches = movielens.shuffled(requests, 32, seed=1)[:steps]
     for rows in tqdm(batches, desc="ours and the twin"):
-        batch = data.batch(rows, MAX_HISTORY)
+        batch = data.batch(rows)
         losses.append([train_step(m, o, batch) for m, o in zip((ours, twin), optimizers, strict=True)])
     return np.array(losses)
 
 
 def train(data, requests, epochs):
     torch.manual_seed(0)
-    model = movielens.make_model(len(data.titles), EMBEDDING_DIM, MAX_HISTORY)
+    model = movielens.make_model(len(data.titles))
     optimizer = add_optimizers(model)
     losses = []
     for epoch in range(epochs):
-        batches = data.shuffled(requests, REQUESTS_PER_BATCH, MAX_HISTORY, seed=epoch)
+        batches = movielens.shuffled(requests, REQUESTS_PER_BATCH, seed=epoch)
         progress = tqdm(batches, desc=f"epoch {epoch + 1}/{epochs}")
         for rows in progress:
-            losses.append(train_step(model, optimizer, data.batch(rows, MAX_HISTORY)))
+            losses.append(train_step(model, optimizer, data.batch(rows)))
             progress.set_postfix(loss=f"{np.mean(losses[-50:]):.4f}")
     return model, losses
 
@@ -82,7 +78,7 @@ def train(data, requests, epochs):
 def score(model, data, requests):
     model.eval()
     batches = [requests[start : start + 1024] for start in range(0, len(requests), 1024)]
-    scores = [model(*data.batch(rows, MAX_HISTORY)[:4]).squeeze(1) for rows in batches]
+    scores = [model(*data.batch(rows)[:4]).squeeze(1) for rows in batches]
     return torch.cat(scores).numpy()
 
 
@@ -128,7 +124,7 @@ def main():
     data = movielens.load()
     train_requests, test_requests = data.split(0.8)
     if quick:
-        train_requests, test_requests = train_requests[-4000:], test_requests[:1000]
+        train_requests, test_requests = train_requests[-2000:], test_requests[:500]
     print(f"{len(data.user):,} requests with {len(data.item):,} candidates; training on {len(train_requests):,}")
 
     both = compare_losses(data, train_requests, steps=50)

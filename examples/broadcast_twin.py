@@ -1,7 +1,7 @@
 """The ranking model that most teams run today: the same layers, with the user copied once per candidate.
 
-It has the parameters and the state_dict of `IKBOSequenceRankerDense`, so it loads the same weights and must give the same
-scores. The copies are what `ikbo_recsys` removes; everything else is as fast as plain PyTorch makes it.
+It has the parameters and the state_dict of `IKBOSequenceRankerDense`, so it loads the same weights and must give the
+same scores. The copies are what `ikbo_recsys` removes; everything else is as fast as plain PyTorch makes it.
 """
 
 import torch

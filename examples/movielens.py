@@ -1,8 +1,8 @@
 """MovieLens-100K as ranking requests: what the numbered examples share.
 
-A request is what one user rated at one moment: the user's features and history as of then, and all the candidates of that
-moment with a label, whether the rating was 4 or 5. The data is fetched when it is first needed and never stored elsewhere
-than in `.data/`; `IKBO_DATA` names a local copy (the `ml-100k` folder of RecBole's atomic files, or RecBole's wheel).
+A request is what one user rated at one moment: the user's features and history as of then, and all the candidates of
+that moment with a label, whether the rating was 4 or 5. The data is fetched when it is first needed and never stored
+elsewhere than in `.data/`; `IKBO_DATA` names a local copy: the `ml-100k` folder of RecBole, or its wheel.
 """
 
 import io
@@ -12,12 +12,14 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from broadcast_twin import BroadcastTwin
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -27,16 +29,18 @@ from ikbo_recsys import CandidateIndex
 from ikbo_recsys.models import IKBOSequenceRanker
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE, OUT = ROOT / ".data", ROOT / "out" / "demo"
+CACHE, OUT = ROOT / ".data", Path(os.environ.get("IKBO_OUT", ROOT / "out" / "demo"))
 PACKAGE = "recbole==1.2.1"
 TERMS = """\
-MovieLens-100K: F. Maxwell Harper and Joseph A. Konstan, "The MovieLens Datasets", ACM TiiS 5(4), 2015. GroupLens' terms: for
-research, acknowledge it in publications, do not redistribute it, no commercial use without permission. Fetched into .data/."""
+MovieLens-100K: F. Maxwell Harper and Joseph A. Konstan, "The MovieLens Datasets", ACM TiiS 5(4), 2015. The terms of
+GroupLens: for research; acknowledge it in publications; do not redistribute it; no commercial use without permission.
+It is fetched into .data/ now."""
 
 USER_TABLES = {"age": 7, "gender": 2, "occupation": 21}
 CANDIDATE_TABLES = {"genres": 19, "year": 80}
 FIRST_YEAR = 1920
 DENSE_FEATURES = 3
+EMBEDDING_DIM, MAX_HISTORY = 32, 50
 
 
 class Batch(NamedTuple):
@@ -79,7 +83,7 @@ def read_table(source: Path, name: str) -> pd.DataFrame:
 
 @dataclass
 class MovieLens:
-    """Requests in the order of time; `offsets` says where each one's candidates are in `item` and `label`."""
+    """Requests in the order of time; `offsets` says where the candidates of each are in `item` and `label`."""
 
     user: np.ndarray  # [R] the user of each request
     dense: np.ndarray  # [R, 3] age, log of the number of ratings before, share of these that were positive
@@ -102,17 +106,17 @@ class MovieLens:
         """Positions in `item` and `label` of the candidates of requests."""
         return np.concatenate([np.arange(self.offsets[r], self.offsets[r + 1]) for r in requests])
 
-    def batch(self, requests: np.ndarray, max_history: int) -> Batch:
+    def batch(self, requests: np.ndarray) -> Batch:
         """Some requests, as the model takes them."""
         rows = self.candidates(requests)
         counts = np.diff(self.offsets)[requests]
-        user = self.user_batch(requests, max_history)
+        user = self.user_batch(requests)
         index = CandidateIndex.from_counts(torch.from_numpy(counts))
         return Batch(*user, self.candidate_batch(self.item[rows]), index, torch.from_numpy(self.label[rows]))
 
-    def user_batch(self, requests: np.ndarray, max_history: int) -> tuple[Tensor, KeyedJaggedTensor]:
+    def user_batch(self, requests: np.ndarray) -> tuple[Tensor, KeyedJaggedTensor]:
         histories = [
-            self.positives[user][max(0, before - max_history) : before][::-1]
+            self.positives[user][max(0, before - MAX_HISTORY) : before][::-1]
             for user, before in zip(self.user[requests], self.positives_before[requests], strict=True)
         ]
         columns = {name: list(self.user_features[name][self.user[requests]][:, None]) for name in USER_TABLES}
@@ -122,10 +126,11 @@ class MovieLens:
         columns = {"genres": [self.genres[i] for i in items], "year": list(self.year[items][:, None])}
         return to_kjt(columns | {"item": list(items[:, None])})
 
-    def shuffled(self, requests: np.ndarray, size: int, max_history: int, seed: int) -> "list[np.ndarray]":
-        """Batches of `size` requests each, in random order."""
-        order = np.random.default_rng(seed).permutation(requests)
-        return [order[start : start + size] for start in range(0, len(order), size)]
+
+def shuffled(requests: np.ndarray, size: int, seed: int) -> list[np.ndarray]:
+    """Batches of `size` requests each, in random order."""
+    order = np.random.default_rng(seed).permutation(requests)
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def to_kjt(columns: dict[str, list[np.ndarray]]) -> KeyedJaggedTensor:
@@ -152,7 +157,7 @@ def load() -> MovieLens:
     before = np.zeros(len(starts), np.int64)
     positives: list[list[int]] = [[] for _ in range(len(users))]
     rated = np.zeros(len(users))
-    for request, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for request, (start, stop) in enumerate(pairwise(offsets)):
         who = user[start]
         before[request] = len(positives[who])
         # A user without ratings yet is taken for one with ten average ones, fading out as ratings come in.
@@ -193,17 +198,24 @@ def bags(tables: dict[str, int], embedding_dim: int) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs)
 
 
-def make_model(num_items: int, embedding_dim: int, max_history: int) -> IKBOSequenceRanker:
+def make_model(num_items: int) -> IKBOSequenceRanker:
     items = EmbeddingConfig(
-        name="item", embedding_dim=embedding_dim, num_embeddings=num_items, feature_names=["history", "item"]
+        name="item", embedding_dim=EMBEDDING_DIM, num_embeddings=num_items, feature_names=["history", "item"]
     )
     return IKBOSequenceRanker(
-        bags(USER_TABLES, embedding_dim),
-        bags(CANDIDATE_TABLES, embedding_dim),
+        bags(USER_TABLES, EMBEDDING_DIM),
+        bags(CANDIDATE_TABLES, EMBEDDING_DIM),
         EmbeddingCollection(tables=[items]),
         dense_in_features=DENSE_FEATURES,
-        max_history=max_history,
+        max_history=MAX_HISTORY,
     )
+
+
+def make_twin(model: IKBOSequenceRanker) -> BroadcastTwin:
+    """The dense part that copies users, with the weights of `model.dense`."""
+    twin = BroadcastTwin(DENSE_FEATURES, model.sparse.user_features, model.sparse.candidate_features, EMBEDDING_DIM)
+    twin.load_state_dict(model.dense.state_dict())
+    return twin.train(model.training)
 
 
 # ---- what the demo says ----------------------------------------------------------------------------------------------

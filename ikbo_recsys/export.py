@@ -201,6 +201,9 @@ def _find_batch_sizes(inputs: Mapping[str, Any]) -> dict[str, str | None]:
 def _dimension_names(name: str, value: Any, dynamic: str | Mapping[int, str] | None) -> list[dict[int, str]]:
     """For each tensor of one argument, the names of its dynamic dimensions."""
     dims = {} if dynamic is None else {0: dynamic} if isinstance(dynamic, str) else dict(dynamic)
+    unnamable = [dim_name for dim_name in dims.values() if not str(dim_name).isidentifier()]
+    if unnamable:
+        raise ValueError(f"dynamic[{name!r}] gives the name {unnamable[0]!r}, which is not an identifier")
     for leaf in _leaves(value):
         beyond = [dim for dim in dims if not 0 <= dim < leaf.dim()]
         if beyond:
@@ -232,10 +235,11 @@ def _with_distinct_sizes(inputs: Mapping[str, Any], names: Mapping[str, list[dic
                     raise ValueError(
                         f"dimension {dim} of {name} is {size} but {dim_name!r} is {sizes[dim_name]} elsewhere"
                     )
+    # Three and not two: models test for small constants (two classes, pairs). Many candidates per user, because few is
+    # another special case (tiles of one candidate, see `kernels/_packing.py`).
     taken: set[int] = set()
-    for dim_name, size in sizes.items():
-        # Three and not two: small constants are what models test for (two classes, pairs).
-        size = max(size, 3)
+    for dim_name in sorted(sizes, key=lambda name: name != USER):
+        size = max(sizes[dim_name], 8 * sizes[USER] if dim_name == CANDIDATE else 3)
         while size in taken:
             size += 1
         sizes[dim_name] = size

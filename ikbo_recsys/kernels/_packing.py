@@ -8,7 +8,8 @@ cost no more than even ones.
 
 With `R = ceil(B / (4 U - 3)) + 1` there are at most 5 U tiles, never more than (B + U) / 2, and about 1.25 B packed
 rows; one user gets one tile. The sizes are plain quotients on purpose: a minimum or maximum in them, or an R that is
-1 for some batch sizes, becomes a case that a compiled program is compiled again for.
+1 for some batch sizes, becomes a case that a compiled program is compiled again for. Where nothing is compiled again,
+R is 1 if there are no more candidates than users: tiles of two would be half empty.
 
 Shape letters: U users, B candidates, N tiles, R candidates per tile.
 """
@@ -50,7 +51,7 @@ class Packing(NamedTuple):
 def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -> Packing:
     """Assign candidates to tiles of their own user."""
     num_candidates = to_user_B.shape[0]
-    rows = (num_candidates + 4 * num_users - 4) // (4 * num_users - 3) + 1
+    rows = _rows_per_tile(num_candidates, num_users)
     num_tiles = (num_candidates + num_users * (rows - 1)) // rows
 
     to_user_B = to_user_B.long()
@@ -69,3 +70,12 @@ def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -
     all_N = torch.arange(num_tiles, device=to_user_B.device)
     user_N = torch.searchsorted(tiles_end_U, all_N, right=True).clamp(max=num_users - 1)
     return Packing(tile_B, rank_B % rows, user_N, rows)
+
+
+def _rows_per_tile(num_candidates: int, num_users: int) -> int:
+    """R. It may be 1 where sizes are numbers, or where 1 is a size like any other: as `ikbo_recsys.export` traces."""
+    quotient = (num_candidates + 4 * num_users - 4) // (4 * num_users - 3)
+    symbolic = not (isinstance(num_candidates, int) and isinstance(num_users, int))
+    if symbolic and not torch.fx.experimental._config.backed_size_oblivious:
+        return quotient + 1
+    return torch.sym_max(quotient, 1) + torch.sym_min(num_candidates // (num_users + 1), 1)
