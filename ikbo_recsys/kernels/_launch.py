@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ikbo_recsys.kernels import _backend
+
 TMA_ALIGNMENT = 16
 """Bytes to which a TMA tensor's base address and every stride but the innermost must be aligned."""
 
@@ -57,6 +59,11 @@ def is_tma_ready(tensor: Tensor) -> bool:
         return False
     size = tensor.element_size()
     return all(stride * size % TMA_ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the GPU; 1 for a device without any, such as the interpreter's."""
+    return _backend.multiprocessors(device) if device.type == "cuda" else 1
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -45,3 +45,63 @@ class GemmTile:
     step: int
     warps: int
     stages: int
+
+
+# ---- linear compression and linear
+# -------------------------------------------------------------------------------------
+
+# The loads of one step and stage are (rows + cols) * step elements; two-byte types have twice the step of fp32.
+_MIX = (
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64}),
+    Row(GemmTile(rows=128, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
+    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3), {"cols": 128}),
+    Row(GemmTile(rows=128, cols=256, step=64, warps=8, stages=3)),
+)
+_OUTER = (
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64}),
+    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3)),
+)
+_LINEAR = (
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4)),
+)
+
+
+def mix_tile(rows: int, cols: int, contracted: int, element_size: int) -> GemmTile:
+    """The tile of `out[b] = weight @ x[b]` for `rows x contracted` weights and `cols` columns of x."""
+    return _fit(pick(_MIX, rows=rows, cols=cols), contracted, element_size)
+
+
+def outer_tile(rows: int, cols: int, element_size: int) -> GemmTile:
+    """The tile of `sum_b grad[b] @ x[b].T` for a `rows x cols` result."""
+    return _fit(pick(_OUTER, rows=rows, cols=cols), 1 << 30, element_size)
+
+
+def linear_tile(outputs: int, contracted: int, element_size: int) -> GemmTile:
+    """The tile of `x @ weight.T`: the batch is on the rows, and does not choose, so that a new batch size compiles
+    nothing."""
+    return _fit(pick(_LINEAR, cols=outputs), contracted, element_size)
+
+
+def splits(tiles: int, batch: int, multiprocessors: int) -> int:
+    """Into how many parts a sum over the batch goes, so that `tiles` of output give every multiprocessor two blocks."""
+    return max(1, min(-(-2 * multiprocessors // max(tiles, 1)), batch // 4, 64))
+
+
+def segment_cols(width: int) -> int:
+    """Columns per program of a segment sum: a power of two, 16 bytes a thread where the width allows it."""
+    return max(32, min(1024, 1 << (max(width, 1) - 1).bit_length()))
+
+
+def segment_splits(programs: int, batch: int, num_users: int, multiprocessors: int) -> int:
+    """Programs that share one user's rows: 1 once there are enough, else a power of two (few compiled kernels)."""
+    wanted = min(4 * multiprocessors // max(programs, 1), batch // (16 * max(num_users, 1)))
+    return 1 << max(min(wanted, 64), 1).bit_length() - 1
+
+
+def _fit(tile: GemmTile, contracted: int, element_size: int) -> GemmTile:
+    """Shorten the step for short sums (16 is the least that tensor cores take) and for wide elements."""
+    step = min(tile.step * 2 // max(element_size, 2), max(16, 1 << (max(contracted, 1) - 1).bit_length()))
+    return GemmTile(tile.rows, tile.cols, step, tile.warps, tile.stages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, _compression_launch, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -45,13 +45,22 @@ def compression_linear(
     _checks.check_dims("weight", weight, "M, Ku + Kc")
     _checks.check_equal_sizes("embedding size", "user", user.shape[2], "cand", cand.shape[2])
     _checks.check_weight(weight, bias, user.shape[1], cand.shape[1])
-    to_user, _ = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
+    to_user, offsets = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
     _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
     user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
+    if cand.is_cuda:
+        return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias)
     with _checks.no_autocast(cand):
         return reference.compression_linear(user, cand, weight, to_user, bias)
 
 
+def _explain(
+    user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None = None
+) -> _backend.Choice:
+    return _compression_launch.choose(*_checks.promote(user=user, cand=cand, weight=weight))
+
+
+_backend.register_chooser("compression_linear", _explain)
 register_operator(
     "compression_linear(Tensor user, Tensor cand, Tensor weight, Tensor index, Tensor? bias=None) -> Tensor",
     compression_linear,

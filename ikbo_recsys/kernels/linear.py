@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, _linear_launch, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -47,15 +47,29 @@ def linear(
     _checks.check_dims("cand", cand, "B, Kc")
     _checks.check_dims("weight", weight, "M, Ku + Kc")
     _checks.check_weight(weight, bias, user.shape[1], cand.shape[1])
-    if activation not in reference.ACTIVATIONS:
+    if not isinstance(activation, (str, type(None))) or activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(reference.ACTIVATIONS)}, got {activation!r}")
-    to_user, _ = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
+    to_user, offsets = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
     _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
     user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
+    if cand.is_cuda:
+        return _linear_launch.linear(user, cand, weight, to_user, offsets, bias, activation)
     with _checks.no_autocast(cand):
         return reference.linear(user, cand, weight, to_user, bias, activation)
 
 
+def _explain(
+    user: Tensor,
+    cand: Tensor,
+    weight: Tensor,
+    index: CandidateIndex | Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> _backend.Choice:
+    return _linear_launch.choose(*_checks.promote(user=user, cand=cand, weight=weight))
+
+
+_backend.register_chooser("linear", _explain)
 register_operator(
     "linear(Tensor user, Tensor cand, Tensor weight, Tensor index, Tensor? bias=None, str? activation=None) -> Tensor",
     linear,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _checks, reference
+from ikbo_recsys.candidate_index import CandidateIndex, check_count
+from ikbo_recsys.kernels import _backend, _checks, _segment_launch, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -30,8 +30,10 @@ def broadcast(x: Tensor, index: CandidateIndex | Tensor) -> Tensor:
         TypeError: an index that is not int32/int64.
     """
     _check_rows("x", x)
-    to_user, _ = _checks.resolve_index(index, user=("x", x.shape[0]))
+    to_user, offsets = _checks.resolve_index(index, user=("x", x.shape[0]))
     _checks.check_same_device(x=x, index=to_user)
+    if x.is_cuda:
+        return _segment_launch.broadcast(x, to_user, offsets)
     return reference.broadcast(x, to_user)
 
 
@@ -59,17 +61,30 @@ def segment_sum(x: Tensor, index: CandidateIndex | Tensor, num_users: int | None
         if not isinstance(index, CandidateIndex):
             raise ValueError("num_users is needed when index is a bare tensor")
         num_users = index.num_users
-    to_user, _ = _checks.resolve_index(index, user=("num_users", num_users), candidate=("x", x.shape[0]))
+    check_count("num_users", num_users)
+    if isinstance(index, CandidateIndex) and num_users != index.num_users:
+        raise ValueError(f"num_users is {num_users} but index.num_users is {index.num_users}")
+    to_user, offsets = _checks.resolve_index(index, user=("num_users", num_users), candidate=("x", x.shape[0]))
     _checks.check_same_device(x=x, index=to_user)
     if x.dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
+    if x.is_cuda:
+        return _segment_launch.segment_sum(x, to_user, offsets, num_users)
     return reference.segment_sum(x, to_user, num_users)
 
 
 def _check_rows(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() == 0:
         raise ValueError(f"{name} must have at least 1 dimension, got shape ()")
 
 
+def _explain(x: Tensor, index: CandidateIndex | Tensor, num_users: int | None = None) -> _backend.Choice:
+    return _segment_launch.choose(x)
+
+
+_backend.register_chooser("broadcast", _explain)
+_backend.register_chooser("segment_sum", _explain)
 register_operator("broadcast(Tensor x, Tensor index) -> Tensor", broadcast)
 register_operator("segment_sum(Tensor x, Tensor index, SymInt num_users) -> Tensor", segment_sum)

@@ -1,0 +1,149 @@
+"""The compression and linear kernels compile for their targets; the Hopper ones without spills or serialised wgmma."""
+
+from __future__ import annotations
+
+import pytest
+
+from .helper import (
+    TARGETS,
+    assert_fits,
+    assert_no_spills,
+    assert_wgmma_pipelined,
+    compile_kernel,
+    descriptor,
+)
+
+SIZES = ["M", "K", "D", "num_users", "tiles_m", "tiles_d"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_mix(target: str, dtype: str) -> None:
+    from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
+
+    strides = [f"weight_stride_{x}" for x in "mk"] + [f"x_stride_{x}" for x in "bkd"] + ["out_stride_b", "out_stride_m"]
+    pointers = {name: f"*{dtype}" for name in ("weight_ptr", "x_ptr", "bias_ptr", "out_ptr")}
+    signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
+    step = 32 if dtype == "fp32" else 64
+    constants = {"HAS_USER": True, "HAS_BIAS": True, "PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": step}
+    compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_outer_sum(target: str) -> None:
+    from ikbo_recsys.kernels._triton.compression_linear import outer_sum_kernel
+
+    names = ["M", "K", "D", "batch", "per_split", "tiles_m", "tiles_k"]
+    names += [f"{tensor}_stride_{x}" for tensor, axes in (("grad", "bmd"), ("x", "bkd")) for x in axes]
+    signature = {"grad_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*fp32"} | dict.fromkeys(names, "i32")
+    constants = {"PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": 64}
+    compile_kernel(outer_sum_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("has_order", [False, True])
+def test_segment_sum(target: str, has_order: bool) -> None:
+    from ikbo_recsys.kernels._triton.segment import segment_sum_kernel
+
+    signature = {"x_ptr": "*fp16", "order_ptr": "*i64", "offsets_ptr": "*i32", "out_ptr": "*fp32"}
+    signature |= dict.fromkeys(("num_users", "batch", "width", "x_stride_b", "blocks", "splits"), "i32")
+    constants = {"HAS_ORDER": has_order, "COLS": 1024, "UNROLL": 4}
+    compile_kernel(segment_sum_kernel, signature, constants, target=target, num_warps=4)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("activation", [0, 1, 2, 3])
+def test_linear(target: str, activation: int) -> None:
+    from ikbo_recsys.kernels._triton.linear import linear_kernel
+
+    signature = {f"{name}_ptr": "*bf16" for name in ("x", "weight", "bias", "out")}
+    signature |= {"user_ptr": "*fp32", "index_ptr": "*i32"}
+    names = ["B", "M", "K", "num_users", "tiles_m", "x_stride_b", "x_stride_k", "weight_stride_m", "weight_stride_k"]
+    signature |= dict.fromkeys(names, "i32")
+    constants = {"HAS_USER": True, "HAS_BIAS": True, "ACTIVATION": activation, "PRECISION": "ieee"}
+    constants |= {"ROWS": 64, "COLS": 64, "STEP": 64}
+    compile_kernel(linear_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("cols", "has_bias"), [(256, False), (256, True), (128, False), (64, False)])
+def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+    from ikbo_recsys.kernels._gluon.compression_linear import user_part_kernel
+
+    signature = {
+        "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.USER_STEP]),
+        "user_desc": descriptor(dtype, [1, hopper.USER_STEP, cols]),
+        **{"bias_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "M": "i32", "tiles": "i32"},
+    }
+    constants = {"ROW_TILES": 7, "COL_TILES": 1, "STEPS": 19, "STAGES": hopper.USER_STAGES, "HAS_BIAS": has_bias}
+    compiled = compile_kernel(user_part_kernel, signature, constants, aligned=["out_ptr"], num_warps=4)
+    assert_no_spills(compiled)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("cols", "row_tiles", "col_tiles", "features", "index"),
+    [
+        (256, 7, 1, 866, "i32"),  # a third of the weight stays, a tail
+        (256, 7, 1, 866, "i64"),
+        (256, 14, 2, 433, "i32"),  # no tail
+        (256, 1, 1, 830, "i32"),  # tails only
+        (256, 7, 1, 3000, "i32"),  # more weight than stays
+        (128, 5, 1, 125, "i64"),
+        (64, 2, 1, 9, "i32"),
+    ],
+)
+def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str) -> None:
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+    from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
+
+    sizes = hopper.candidate_sizes(features, row_tiles)
+    signature = {
+        "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.STEP]),
+        "cand_desc": descriptor(dtype, [1, hopper.STEP, cols]),
+        "out_desc": descriptor(dtype, [1, hopper.ROWS, min(64, cols // 2)]),
+        **{"user_ptr": f"*{dtype}", "index_ptr": f"*{index}"},
+        **dict.fromkeys(("num_users", "batch", "tail_blocks"), "i32"),
+    }
+    constants = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STEPS": sizes.steps, "STAGES": hopper.STAGES}
+    constants |= {"RESIDENT": sizes.resident, "RING": sizes.ring, "TAIL_RESIDENT": sizes.tail_resident}
+    constants |= {"WEIGHT_BUFFERS": sizes.weight_buffers}
+    compiled = compile_kernel(candidate_kernel, signature, constants, aligned=["user_ptr"], num_warps=4)
+    assert_no_spills(compiled)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
+
+
+def test_hopper_sizes() -> None:
+    """The ring holds the weight of every step that may be in flight, and all of K is covered."""
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+
+    for features in (*range(1, 2000, 7), 866, 896, 897, 5000):
+        for row_tiles in (1, 2, 3, 7):
+            sizes = hopper.candidate_sizes(features, row_tiles)
+            assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
+            assert sizes.weight_buffers <= hopper.WEIGHT_BUFFERS
+            stays = [k % 3 == 0 and k // 3 < sizes.resident for k in range(sizes.steps)] * 3
+            windows = (stays[i : i + hopper.STAGES] for i in range(len(stays)))
+            assert max(window.count(False) for window in windows) <= sizes.ring
+            if row_tiles > 1:
+                assert 2 * (sizes.resident + sizes.ring) <= sizes.weight_buffers
+            if row_tiles % 2:
+                ring = 0 if sizes.tail_resident == sizes.steps else hopper.STAGES
+                assert sizes.tail_resident + ring <= sizes.weight_buffers
+
+
+def test_hopper_grid() -> None:
+    """Every block has a role, and every group of row tiles a block."""
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+
+    for batch in (1, 2, 3, 37, 131, 1024, 70000):
+        for row_tiles in (1, 2, 3, 7, 14):
+            for col_tiles in (1, 2):
+                blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132)
+                assert 1 <= blocks <= 132
+                assert (tails > 0) == (row_tiles % 2 == 1)
+                assert blocks - tails >= row_tiles // 2

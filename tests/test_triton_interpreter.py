@@ -1,0 +1,129 @@
+"""The portable kernels on the CPU, in Triton's interpreter, against fp64.
+
+The interpreter replaces the kernels when they are defined, so these tests need a process of their own, with
+TRITON_INTERPRET=1; `test_in_a_process_of_its_own` starts it. fp32 and fp16 only: the interpreter's bf16 `tl.dot` is
+wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout, done.stdout[-2000:]
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius, NaN if either side has one."""
+    assert result.shape == expected.shape
+    return float((result.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def random_index(num_users: int, batch: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(0, num_users, (batch,), dtype=dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("users", "batch", "m", "k", "d"), [(1, 1, 1, 1, 1), (3, 5, 7, 9, 5), (2, 3, 70, 33, 17), (4, 3, 65, 130, 64)]
+)
+def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int) -> None:
+    from ikbo_recsys.kernels._triton import compression_linear as kernels
+
+    weight = torch.randn(m, k + 3, dtype=dtype)[:, 3:]
+    x = torch.randn(batch, d, k, dtype=dtype).mT
+    user = torch.randn(users, m, d)
+    bias = torch.randn(m, dtype=dtype)
+    index = random_index(users, batch, torch.int32)
+    product = weight.double() @ x.double()
+    assert relative_error(kernels.mix(weight, x, dtype), product) < TOLERANCE[dtype]
+    expected = product + user.double()[index.long()] + bias.double()[:, None]
+    assert relative_error(kernels.mix(weight, x, dtype, user, index, bias), expected) < TOLERANCE[dtype]
+
+
+@interpreted
+def test_mix_clamps_a_wrong_index() -> None:
+    from ikbo_recsys.kernels._triton import compression_linear as kernels
+
+    weight, x, user = torch.randn(4, 3), torch.randn(5, 3, 2), torch.randn(2, 4, 2)
+    index = torch.tensor([-1, 2, 2**31 - 1, -(2**31), 1], dtype=torch.int32)
+    expected = weight.double() @ x.double() + user.double()[[0, 1, 1, 0, 1]]
+    assert relative_error(kernels.mix(weight, x, torch.float32, user, index), expected) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("batch", "m", "k", "d"), [(1, 1, 1, 1), (5, 7, 9, 5), (9, 67, 65, 70)])
+def test_outer_sum(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: int, m: int, k: int, d: int) -> None:
+    from ikbo_recsys.kernels import _launch
+    from ikbo_recsys.kernels._triton import compression_linear as kernels
+
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 3)
+    grad, x = torch.randn(batch, d, m, dtype=dtype).mT, torch.randn(batch, k, d, dtype=dtype)
+    expected = torch.einsum("bmd,bkd->mk", grad.double(), x.double())
+    assert relative_error(kernels.outer_sum(grad, x), expected) < 1e-6
+    assert (
+        relative_error(
+            kernels.outer_sum(grad[:1].expand_as(grad), x), torch.einsum("md,bkd->mk", grad[0].double(), x.double())
+        )
+        < 1e-6
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("multiprocessors", [1, 200])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("users", "batch", "width"), [(1, 1, 1), (5, 37, 33), (2, 130, 3), (3, 0, 4)])
+def test_segment_sum(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, grouped: bool, users: int, batch: int, width: int
+) -> None:
+    from ikbo_recsys import CandidateIndex
+    from ikbo_recsys.kernels import _launch
+    from ikbo_recsys.kernels._triton import segment as kernels
+
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: multiprocessors)
+    ids = random_index(users, batch)
+    index = CandidateIndex.from_user_ids(ids.sort().values if grouped else ids, users, grouped=grouped)
+    x = torch.randn(batch, width)
+    expected = torch.zeros(users, width, dtype=torch.float64).index_add(0, index.to_user, x.double())
+    order, offsets = kernels.grouping(index.to_user, index.offsets, users)
+    assert (order is None) == grouped
+    result = kernels.segment_sum(x, order, offsets, users, torch.float32)
+    assert relative_error(result, expected) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize(("users", "batch", "m", "k"), [(1, 1, 1, 1), (3, 70, 65, 33)])
+def test_linear(dtype: torch.dtype, activation: str | None, users: int, batch: int, m: int, k: int) -> None:
+    from ikbo_recsys.kernels import reference
+    from ikbo_recsys.kernels._triton import linear as kernels
+
+    x, weight = torch.randn(batch, k + 1, dtype=dtype)[:, 1:], torch.randn(k, m, dtype=dtype).t()
+    user, bias, index = torch.randn(users, m), torch.randn(m, dtype=dtype), random_index(users, batch)
+    plain = x.double() @ weight.double().t()
+    expected = reference.ACTIVATIONS[activation](plain + user.double()[index] + bias.double())
+    result = kernels.linear(x, weight, dtype, user, index, bias, activation)
+    assert relative_error(result, expected) < TOLERANCE[dtype]
+    assert relative_error(kernels.linear(x, weight, dtype), plain) < TOLERANCE[dtype]
