@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def feature_names(configs: Sequence[Any]) -> list[str]:
@@ -26,10 +26,23 @@ def common_embedding_size(configs: Sequence[Any]) -> int:
     return next(iter(sizes.values()))
 
 
-def by_feature(embeddings: KeyedTensor, num_features: int) -> Tensor:
-    """`[rows, F * D]` of an EmbeddingBagCollection as `[rows, F, D]`, without a copy."""
-    values = embeddings.values()
-    return values.unflatten(1, (num_features, values.shape[1] // num_features))
+def with_a_row(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The features, or one row without ids where there is no row at all: torchrec's collections cannot look up none.
+
+    What comes of it is cut off again, so an empty batch takes part in collectives and has gradients, of zero.
+    """
+    rows = features.stride()
+    if not isinstance(rows, int) or rows > 0:
+        return features
+    lengths = features.lengths().new_zeros(len(features.keys()))
+    return KeyedJaggedTensor(features.keys(), features.values(), features.weights_or_none(), lengths=lengths)
+
+
+def pooled(tables: nn.Module, features: KeyedJaggedTensor, num_features: int, embedding_dim: int) -> Tensor:
+    """The embeddings `[rows, F, D]` of an EmbeddingBagCollection, without a copy."""
+    padded = with_a_row(features)
+    embeddings = tables(padded).values().unflatten(1, (num_features, embedding_dim))
+    return embeddings if padded is features else embeddings[:0]
 
 
 def mlp(in_features: int, layer_sizes: Sequence[int], *, last_activation: bool, device: Any = None) -> nn.Sequential:

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.models._blocks import by_feature, common_embedding_size, feature_names, mlp
+from ikbo_recsys.models._blocks import common_embedding_size, feature_names, mlp, pooled
 from ikbo_recsys.modules import IKBOInteraction, IKBOLinear
 
 
@@ -28,11 +28,14 @@ class IKBODLRMSparse(nn.Module):
         self.candidate_tables = candidate_tables
         self.user_features = len(feature_names(user_tables.embedding_bag_configs()))
         self.candidate_features = len(feature_names(candidate_tables.embedding_bag_configs()))
+        self.embedding_dim = common_embedding_size(
+            [*user_tables.embedding_bag_configs(), *candidate_tables.embedding_bag_configs()]
+        )
 
     def forward(self, user: KeyedJaggedTensor, candidate: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         return (
-            by_feature(self.user_tables(user), self.user_features),
-            by_feature(self.candidate_tables(candidate), self.candidate_features),
+            pooled(self.user_tables, user, self.user_features, self.embedding_dim),
+            pooled(self.candidate_tables, candidate, self.candidate_features, self.embedding_dim),
         )
 
 
@@ -102,13 +105,12 @@ class IKBODLRM(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        configs = [*user_tables.embedding_bag_configs(), *candidate_tables.embedding_bag_configs()]
         self.sparse = IKBODLRMSparse(user_tables, candidate_tables)
         self.dense = IKBODLRMDense(
             dense_in_features,
             self.sparse.user_features,
             self.sparse.candidate_features,
-            common_embedding_size(configs),
+            self.sparse.embedding_dim,
             dense_arch_layer_sizes,
             over_arch_layer_sizes,
             device,

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.models._blocks import by_feature, common_embedding_size, feature_names, mlp
+from ikbo_recsys.models._blocks import common_embedding_size, feature_names, mlp, pooled, with_a_row
 from ikbo_recsys.modules import IKBOCompressionLinear, IKBOCrossAttention, IKBOLinear
 
 
@@ -44,22 +44,26 @@ class IKBOSequenceRankerSparse(nn.Module):
         self.max_history = max_history
         self.user_features = len(feature_names(user_tables.embedding_bag_configs()))
         self.candidate_features = 1 + len(feature_names(candidate_tables.embedding_bag_configs()))
+        bags = [*user_tables.embedding_bag_configs(), *candidate_tables.embedding_bag_configs()]
+        self.embedding_dim = common_embedding_size([*bags, *item_table.embedding_configs()])
 
     def forward(self, user: KeyedJaggedTensor, candidate: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        user_UFD = by_feature(self.user_tables(user), self.user_features)
-        cand_BFD = by_feature(self.candidate_tables(candidate), self.candidate_features - 1)
+        user_UFD = pooled(self.user_tables, user, self.user_features, self.embedding_dim)
+        cand_BFD = pooled(self.candidate_tables, candidate, self.candidate_features - 1, self.embedding_dim)
         history_UTD, lengths_U = self._items(user, self.history_name, self.max_history)
         item_B1D, _ = self._items(candidate, self.item_name, 1)
         return user_UFD, history_UTD, lengths_U, torch.cat((item_B1D, cand_BFD), dim=1)
 
     def _items(self, features: KeyedJaggedTensor, name: str, length: int) -> tuple[Tensor, Tensor]:
         """Embeddings of one of the two item features, padded to `length` rows, and how many of these are valid."""
-        given = features[name]
+        padded = with_a_row(features)
+        given = padded[name]
         absent = torch.zeros_like(given.lengths())
         both = (given.lengths(), absent) if name == self.history_name else (absent, given.lengths())
         keys = [self.history_name, self.item_name]
         looked_up = self.item_table(KeyedJaggedTensor(keys, given.values(), lengths=torch.cat(both)))[name]
-        return looked_up.to_padded_dense(length), given.lengths().clamp(max=length)
+        rows, lengths = looked_up.to_padded_dense(length), given.lengths().clamp(max=length)
+        return (rows, lengths) if padded is features else (rows[:0], lengths[:0])
 
 
 class IKBOSequenceRankerDense(nn.Module):
@@ -168,13 +172,12 @@ class IKBOSequenceRanker(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        bags = [*user_tables.embedding_bag_configs(), *candidate_tables.embedding_bag_configs()]
         self.sparse = IKBOSequenceRankerSparse(user_tables, candidate_tables, item_table, max_history)
         self.dense = IKBOSequenceRankerDense(
             dense_in_features,
             self.sparse.user_features,
             self.sparse.candidate_features,
-            common_embedding_size([*bags, *item_table.embedding_configs()]),
+            self.sparse.embedding_dim,
             compressed_features,
             num_heads,
             over_arch_layer_sizes,
