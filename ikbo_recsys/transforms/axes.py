@@ -235,9 +235,7 @@ def concatenate(w: Walk, parts: list[Value], dim: int) -> Value:
 def _join(w: Walk, a: Value, b: Value, dim: int) -> Value | None:
     if isinstance(a, Plain) and isinstance(b, Plain) and a.blocked == b.blocked:
         # `cat` of a cat: the inner one usually becomes dead.
-        return Plain(
-            w.build.emit(aten.cat.default, _cat_inputs(a.node, dim) + [b.node], dim), a.blocked, a.blocked_rows
-        )
+        return Plain(_cat(w, [*_cat_inputs(a.node, dim), b.node], dim), a.blocked, a.blocked_rows)
     for level, axis in levels(a):
         if axis == dim:
             continue
@@ -245,6 +243,16 @@ def _join(w: Walk, a: Value, b: Value, dim: int) -> Value | None:
         if inner_a is not None and inner_b is not None and same(shape(inner_a)[axis], shape(inner_b)[axis]):
             return Compact(concatenate(w, [inner_a, inner_b], dim), level, axis)
     return None
+
+
+def _cat(w: Walk, nodes: list[Any], dim: int) -> Any:
+    """`cat`; neighbouring slices of one tensor are one slice again."""
+    before, last = nodes[-2:]
+    slices = before.target is last.target is aten.slice.Tensor and len(before.args) == len(last.args) == 4
+    if slices and before.args[:2] == last.args[:2] == (before.args[0], dim) and before.args[3] == last.args[2]:
+        joined = take(w, Plain(before.args[0]), dim, before.args[2], last.args[3])
+        nodes = [*nodes[:-2], w.build.whole(joined)]
+    return nodes[0] if len(nodes) == 1 else w.build.emit(aten.cat.default, nodes, dim)
 
 
 def _cat_inputs(node: Any, dim: int) -> list[Any]:

@@ -190,7 +190,7 @@ def index_select(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return found
 
 
-@rule("ikbo.broadcast", "fbgemm.index_select_dim0")
+@rule("ikbo.broadcast fbgemm.index_select_dim0")
 def explicit(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     names = list(bound)
     return look_up(w, bound[names[0]], 0, bound[names[1]])
@@ -242,7 +242,7 @@ def embedding_as_broadcast(w: Walk, bound: dict[str, Any]) -> Value | None:
     return look_up(w, bound["weight"], 0, bound["indices"])
 
 
-@rule("gather", "take_along_dim")
+@rule("gather take_along_dim")
 def gather(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """`torch.gather(x, 0, idx[:, None].expand(-1, D))`: a look-up of rows, when the index is constant along the
     other axes."""
@@ -309,7 +309,7 @@ def repeat_interleave(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return look_up(w, source, 0, Plain(node))
 
 
-@rule("repeat", "tile")
+@rule("repeat tile")
 def repeat(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Copies along axes of size one are an `expand`; whole copies of the rows are a broadcast."""
     value, counts = bound["self"], list(bound["repeats"] if "repeats" in bound else bound["dims"])
@@ -343,7 +343,7 @@ def unsqueezed(w: Walk, value: Value, to_rank: int) -> Value:
     return value
 
 
-@rule("expand", "expand_as", "broadcast_to")
+@rule("expand expand_as broadcast_to")
 def expand(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A stretch of axes of size one; it costs nothing until something makes it whole."""
     value = bound["self"]

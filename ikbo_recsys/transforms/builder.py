@@ -58,6 +58,7 @@ class Builder:
         self.graph = Graph(module)
         self.lifted = lifted
         self.constants: dict[str, torch.Tensor] = {}
+        self.known: dict[Value, Node] = {}
         self.origin: Node | None = None
         self.first_input: Node | None = None
         self._nodes: dict[Any, Node] = {}
@@ -175,6 +176,8 @@ class Builder:
         """The node of the full value: this is where copies are made."""
         if isinstance(value, Plain):
             return value.node
+        if value in self.known:
+            return self.known[value]
         if isinstance(value, Pieces):
             return self.emit(aten.cat.default, [self.whole(part) for part in value.parts], value.dim)
         level, dim, inner = value.level, value.dim, value.inner

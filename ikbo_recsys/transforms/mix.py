@@ -27,7 +27,7 @@ from ikbo_recsys.transforms.axes import (
 )
 from ikbo_recsys.transforms.axes import _whole_cuts as whole_cuts
 from ikbo_recsys.transforms.builder import packet_name
-from ikbo_recsys.transforms.rules import rule
+from ikbo_recsys.transforms.rules import over_images, rule
 from ikbo_recsys.transforms.values import (
     Compact,
     Level,
@@ -189,7 +189,7 @@ def _floating(w: Walk, value: Value) -> bool:
     return w.fake(value).dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@rule("addmm", "baddbmm")
+@rule("addmm baddbmm")
 def addmm(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A product and a sum."""
     names = list(bound)
@@ -207,7 +207,7 @@ def addmm(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
 # ---- matmul --------------------------------------------------------------------------------------------------------
 
 
-@rule("matmul", "mm", "bmm")
+@rule("matmul mm bmm")
 def matmul(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Independent along batch axes, the rows of the first and the columns of the second; over pieces of the rest,
     a sum."""
@@ -232,6 +232,28 @@ def matmul(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     if result is None:
         w.refuse("it multiplies rows of a user with rows of candidates: memory only")
     return result
+
+
+@rule("tensordot")
+def tensordot(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
+    """`tensordot(x, weight, ([-1], [0]))` is a matmul; as a composite operator it would merge all axes of x first."""
+    x, weight = bound["self"], bound["other"]
+    if not is_lazy(x) or is_lazy(weight) or rank(weight) != 2 or rank(x) < 2:
+        return None
+    if [d % rank(x) for d in bound["dims_self"]] != [rank(x) - 1] or [d % 2 for d in bound["dims_other"]] != [0]:
+        return w.decomposed(target, bound)
+    return w.call(aten.matmul.default, x, weight)
+
+
+@rule("conv1d")
+def convolution_of_one(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
+    """A convolution with a kernel of one element is a product over the channels."""
+    x, weight, bias = bound["input"], bound["weight"], bound["bias"]
+    trivial = list(bound["stride"]) == [1] and bound["padding"] in ([0], "valid") and bound["groups"] == 1
+    if not is_lazy(x) or is_lazy(weight) or rank(x) != 3 or not trivial or not same(shape(weight)[2], 1):
+        return over_images(w, target, bound)
+    product = w.call(aten.matmul.default, w.call(aten.squeeze.dim, weight, 2), x)
+    return product if bias is None else w.call(aten.add.Tensor, product, w.call(aten.unsqueeze.default, bias, 1))
 
 
 def _vectors(w: Walk, a: Value, b: Value) -> Value | None:
@@ -318,10 +340,50 @@ def pairs_of_gram(w: Walk, source: Value, indices: list[Any]) -> Value | None:
     chosen = low * total - low * (low + 1) // 2 + high - low - 1
     node = w.build.emit(ikbo.dot_interaction.default, w.build.whole(user.inner), cand.node, user.level.index)
     w.ledger.replaced_by("ikbo.dot_interaction")
-    if torch.equal(chosen, torch.arange(total * (total - 1) // 2)):
-        return Plain(node)
-    positions = w.build.constant(chosen.to(w.fake(features).device))
-    return Plain(w.build.emit(aten.index_select.default, node, 1, positions))
+    device = w.fake(features).device
+    pairs = node
+    if not torch.equal(chosen, torch.arange(total * (total - 1) // 2)):
+        pairs = w.build.emit(aten.index_select.default, node, 1, w.build.constant(chosen.to(device)))
+    users = total - shape(cand)[1]
+    return _pairs_in_pieces(w, Plain(pairs), user, high < users, low, high, device)
+
+
+def _pairs_in_pieces(
+    w: Walk,
+    pairs: Plain,
+    user: Compact,
+    of_user: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    device: torch.device,
+) -> Value:
+    """The pairs again, those of two user features compact: the layer behind them has less to do.
+
+    Whoever needs them whole reads `pairs`.
+    """
+    if not bool(of_user.any()) or bool(of_user.all()):
+        return pairs
+    own = w.build.whole(user.inner)
+    gram = w.build.emit(aten.bmm.default, own, w.build.emit(aten.transpose.int, own, 1, 2))
+    first, second = (w.build.constant(side[of_user].to(device)) for side in (low, high))
+    user_pairs = w.build.emit(aten.index.Tensor, gram, [None, first, second])
+    others = w.build.constant((~of_user).nonzero().flatten().to(device))
+    other_pairs = w.build.emit(aten.index_select.default, pairs.node, 1, others)
+    parts: list[Value] = []
+    taken = {True: 0, False: 0}
+    start, flags = 0, of_user.tolist()
+    for stop in range(1, len(flags) + 1):
+        if stop < len(flags) and flags[stop] == flags[start]:
+            continue
+        kind, count = flags[start], stop - start
+        source = user_pairs if kind else other_pairs
+        part = take(w, Plain(source), 1, taken[kind], taken[kind] + count)
+        parts.append(Compact(part, user.level, 0) if kind else part)
+        taken[kind] += count
+        start = stop
+    pieces = Pieces(tuple(parts), 1)
+    w.build.known[pieces] = pairs.node
+    return pieces
 
 
 def _user_and_candidate(w: Walk, features: Value) -> tuple[Compact, Plain, list[int]] | None:

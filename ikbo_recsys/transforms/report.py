@@ -338,9 +338,12 @@ def _entry(node: Node, made: list[Node], ledger: Ledger) -> Entry:
     entry.flops_after = sum(map(node_flops, made))
     if node in ledger.savable:
         entry.savable = round(entry.flops_before * ledger.savable[node]({}))
+    absorbed = bool(entry.flops_before) and not any(map(node_flops, made))
     copied = any(packet_name(n.target) == packet_name(node.target) and _rows(n) == _rows(node) for n in made)
     if node in ledger.replaced:
         entry.outcome, entry.reason = "replaced", ledger.replaced[node]
+    elif absorbed and not is_dead(node):
+        entry.outcome, entry.reason = "replaced", "by the operator that reads it"
     elif node in ledger.reasons:
         entry.outcome, entry.reason = "left", ledger.reasons[node]
         if entry.flops_after < entry.flops_before:
@@ -350,6 +353,10 @@ def _entry(node: Node, made: list[Node], ledger: Ledger) -> Entry:
     elif made and not copied and not _is_view(node) and _smaller(node, made):
         entry.outcome = "sunk"
     return entry
+
+
+def is_dead(node: Node) -> bool:
+    return not node.users
 
 
 def _rows(node: Node) -> Any:

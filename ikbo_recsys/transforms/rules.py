@@ -36,11 +36,11 @@ Rule = Callable[["Walk", Any, dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operators of these names (`add`, or `fbgemm.name` outside aten)."""
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators of these names (`add`, or `fbgemm.name` outside aten), with spaces between them."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
+        for name in names.split():
             RULES[name if "." in name else f"aten.{name}"] = function
         return function
 
@@ -57,63 +57,23 @@ def find(target: Any) -> Rule | None:
     return None
 
 
+_NOT_POINTWISE = (aten.where.default, aten.copy.default)
+"""`where(condition)` finds positions; `copy` has the shape of one operand."""
+
+
 # ---- one result row for each row -----------------------------------------------------------------------------------
 
 
 @rule(
-    "silu",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "leaky_relu",
-    "log_sigmoid",
-    "softplus",
-    "relu6",
-    "selu",
-    "celu",
-    "elu",
-    "gelu",
-)
-@rule(
-    "square",
-    "type_as",
-    "float_power",
-    "rsub",
-    "true_divide",
-    "divide",
-    "multiply",
-    "subtract",
-    "where",
-    "masked_fill",
-    "clip",
-)
-@rule(
-    "softsign",
-    "tanhshrink",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "nan_to_num",
-    "clamp_max",
-    "clamp_min",
-    "absolute",
-    "negative",
-)
-@rule(
-    "greater",
-    "less",
-    "greater_equal",
-    "less_equal",
-    "not_equal",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "logical_not",
+    "silu mish hardswish hardsigmoid leaky_relu log_sigmoid softplus relu6 selu celu elu gelu square "
+    "float_power rsub true_divide divide multiply subtract where masked_fill clip softsign tanhshrink "
+    "isfinite isinf isnan nan_to_num clamp_max clamp_min absolute negative greater less greater_equal "
+    "less_equal not_equal logical_and logical_or logical_xor logical_not"
 )
 def pointwise(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Elementwise with broadcasting: independent along every axis."""
     names = [name for name, value in bound.items() if is_tensor(value)]
-    if not any(is_lazy(bound[name]) for name in names):
+    if not any(is_lazy(bound[name]) for name in names) or target in _NOT_POINTWISE:
         return None
     bound = dict(bound)
     out_rank = max(rank(bound[name]) for name in names)
@@ -160,7 +120,7 @@ def _fill_without_rows(w: Walk, value: Value, axis: int) -> Value:
     return Plain(w.build.emit(value.node.target, sizes, *value.node.args[1:], **value.node.kwargs))
 
 
-@rule("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+@rule("new_zeros new_ones new_full zeros_like ones_like full_like")
 def fills(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A constant fill takes only dtype, device and shape of its operand."""
     like = bound["self"]
@@ -179,10 +139,21 @@ def fills(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return Plain(w.build.emit(aten.full.default, w.argument(list(sizes)), number, **options))
 
 
+@rule("type_as")
+def type_as(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
+    """Only the type of the second operand matters."""
+    if not is_lazy(bound["self"]) and not is_lazy(bound["other"]):
+        return None
+    other = w.fake(bound["other"])
+    if other.device != w.fake(bound["self"]).device:
+        return None
+    return w.call(aten.to.dtype, bound["self"], other.dtype)
+
+
 @rule(
-    "to", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "dropout", "feature_dropout", "prelu"
+    "to _to_copy clone contiguous detach alias lift_fresh_copy dropout feature_dropout prelu alpha_dropout "
+    "feature_alpha_dropout lift_fresh"
 )
-@rule("alpha_dropout", "feature_alpha_dropout", "bernoulli", "rrelu_with_noise", "native_dropout", "lift_fresh")
 def unary(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Elementwise in the first operand; random ones only where they are not random (dropout in evaluation)."""
     first = next(iter(bound))
@@ -195,10 +166,8 @@ def unary(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
             return None
         return value
     maps: Maps = {first: list(range(rank(value)))}
-    weight = bound.get("weight")
-    if weight is not None and is_tensor(weight):
-        own: AxisMap = [None] if same(shape(weight)[0], 1) else [1]
-        maps["weight"] = own
+    if is_tensor(bound.get("weight")):  # prelu: one slope, or one for each channel
+        maps["weight"] = [1] if rank(value) > 1 and not same(shape(bound["weight"])[0], 1) else [None]
     result = sink(w, target, bound, maps)
     return distribute(w, target, bound, maps) if result is None else result
 
@@ -226,20 +195,9 @@ def _sink_or_distribute(w: Walk, target: Any, bound: dict[str, Any], maps: Maps)
 
 
 @rule(
-    "softmax",
-    "log_softmax",
-    "_softmax",
-    "_log_softmax",
-    "cumsum",
-    "cumprod",
-    "sort",
-    "topk",
-    "flip",
-    "glu",
-    "roll",
-    "argsort",
+    "softmax log_softmax _softmax _log_softmax cumsum cumprod sort topk flip glu roll argsort logcumsumexp "
+    "cummax cummin"
 )
-@rule("logcumsumexp", "cummax", "cummin")
 def along_one_axis(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Same shape, mixing the axis `dim` (or `dims`)."""
     value = bound["self"]
@@ -251,23 +209,9 @@ def along_one_axis(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
 
 
 @rule(
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "prod",
-    "any",
-    "all",
-    "logsumexp",
-    "var",
-    "std",
-    "argmax",
-    "argmin",
-    "max",
-    "min",
-    "norm",
+    "sum mean amax amin prod any all logsumexp var std argmax argmin max min norm linalg_vector_norm "
+    "var_mean median nansum count_nonzero frobenius_norm"
 )
-@rule("linalg_vector_norm", "var_mean", "median", "nansum", "count_nonzero", "frobenius_norm")
 def reductions(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Mixing the reduced axes. A sum (mean, maximum) over pieces is taken piece by piece."""
     value = bound["self"]
@@ -320,7 +264,7 @@ def _piecewise_reduction(w: Walk, target: Any, bound: dict[str, Any], dims: list
     return None
 
 
-@rule("layer_norm", "native_layer_norm", "rms_norm")
+@rule("layer_norm native_layer_norm rms_norm")
 def layer_norms(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Mixing the last axes."""
     value = bound["input"]
@@ -359,24 +303,14 @@ def batch_norms(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return _sink_or_distribute(w, target, bound, maps)
 
 
-@rule(
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "adaptive_avg_pool1d",
-    "avg_pool1d",
-    "max_pool1d",
-    "constant_pad_nd",
-    "pad",
-)
+@rule("conv2d conv3d convolution adaptive_avg_pool1d avg_pool1d max_pool1d constant_pad_nd pad")
 def over_images(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Independent along the batch axis (a pad must leave it alone)."""
     name = "input" if "input" in bound else "self"
     value = bound[name]
-    padded = len(bound["pad"]) // 2 if "pad" in bound else 0
-    own_axes = rank(value) - padded if "pad" in bound else 1
-    if "pad" not in bound and rank(value) < 3:
+    own_axes = rank(value) - len(bound["pad"]) // 2 if "pad" in bound else 1
+    batched = 3 if not is_tensor(bound.get("weight")) else rank(bound["weight"])
+    if "pad" not in bound and rank(value) != batched:
         return None
     axes: AxisMap = [axis if axis < own_axes else None for axis in range(rank(value))]
     maps: Maps = {name: axes}
@@ -386,7 +320,7 @@ def over_images(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return sink(w, target, bound, maps)
 
 
-@rule("embedding", "embedding_bag")
+@rule("embedding embedding_bag")
 def embeddings(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A table looked up with the ids of users: look up once per user."""
     from ikbo_recsys.transforms.broadcasts import embedding_as_broadcast
@@ -402,9 +336,10 @@ def embeddings(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return _sink_or_distribute(w, target, bound, {"weight": [None, None], "indices": list(range(rank(ids)))})
 
 
-@rule("one_hot", "bucketize")
+@rule("one_hot bucketize")
 def per_element(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A result for each element, with possibly an axis behind."""
-    if bound.get("num_classes", 0) == -1 or (is_tensor(bound.get("boundaries")) and is_lazy(bound["boundaries"])):
+    data_dependent = bound.get("num_classes", 0) == -1
+    if data_dependent or not is_tensor(bound["self"]) or is_lazy(bound.get("boundaries")):
         return None
     return _sink_or_distribute(w, target, bound, {"self": list(range(rank(bound["self"])))})

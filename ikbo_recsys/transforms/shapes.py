@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ikbo_recsys.transforms.axes import concatenate, sink, take
+from ikbo_recsys.transforms.axes import concatenate, piece_axes, sink, take
 from ikbo_recsys.transforms.broadcasts import interleaved, tiled
 from ikbo_recsys.transforms.report import hint
 from ikbo_recsys.transforms.rules import rule
@@ -42,7 +42,7 @@ Group = tuple[int, int, int, int]
 # ---- reshape -------------------------------------------------------------------------------------------------------
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
+@rule("view reshape _unsafe_view flatten unflatten view_as reshape_as ravel")
 def reshape(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """Rows stay rows when the axis leads its group of merged or split axes."""
     value = bound["self"]
@@ -51,7 +51,8 @@ def reshape(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     out = list(_shape_of(w, target, bound))
     result = _reshaped(w, value, out)
     if result is None:
-        w.refuse("the reshape merges the rows with axes in front of them")
+        w.leave("the reshape merges the rows with axes in front of them")
+        result = _reshaped(w, Plain(w.build.whole(value)), out)
     return result
 
 
@@ -204,11 +205,23 @@ def _reshaped_pieces(w: Walk, value: Pieces, before: list[Size], out: list[Size]
             if ratio is None:
                 return None
             new_width = ratio
-        new = _reshaped(w, part, _with(out, target_axis, new_width))
-        if new is None:
-            new = _reshaped(w, Plain(w.build.whole(part)), _with(out, target_axis, new_width))
-        parts.append(new)
+        parts.append(_reshaped_part(w, part, value.dim, _with(out, target_axis, new_width), target_axis))
     return concatenate(w, [part for part in parts if part is not None], target_axis)
+
+
+_MOST_ROWS = 64
+
+
+def _reshaped_part(w: Walk, part: Value, dim: int, out: list[Size], target_axis: int) -> Value | None:
+    new = _reshaped(w, part, out)
+    rows = shape(part)[dim]
+    if new is None and is_static(rows) and 1 < rows <= _MOST_ROWS and out[target_axis] % rows == 0 and piece_axes(part):
+        # Pieces behind a merged axis: row by row they lead (all products of two lists of features, flattened).
+        one = _with(out, target_axis, out[target_axis] // rows)
+        single = [_reshaped(w, take(w, part, dim, row, row + 1), one) for row in range(rows)]
+        if all(v is not None for v in single):
+            return concatenate(w, [v for v in single if v is not None], target_axis)
+    return _reshaped(w, Plain(w.build.whole(part)), out) if new is None else new
 
 
 # ---- axes come, go and change places -------------------------------------------------------------------------------
@@ -245,7 +258,7 @@ def squeeze(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     return _moved(w, value, to, lambda v: w.call(aten.squeeze.dims, v, dims)) if dims else value
 
 
-@rule("permute", "transpose", "t", "mT", "swapaxes", "swapdims", "movedim", "numpy_T", "adjoint", "matrix_H")
+@rule("permute transpose t mT swapaxes swapdims numpy_T")
 def permute(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     value = bound["self"]
     if not is_lazy(value):
@@ -267,10 +280,8 @@ def _order(target: Any, bound: dict[str, Any], axes: int) -> list[int] | None:
         return [d % axes for d in bound["dims"]]
     if name in ("t", "numpy_T"):
         return order[::-1]
-    if name in ("mT", "adjoint", "matrix_H"):
+    if name == "mT":
         return None if axes < 2 else [*order[:-2], order[-1], order[-2]]
-    if name == "movedim":
-        return None
     first, second = [d for n, d in bound.items() if n != "self"][:2]
     order[first], order[second] = order[second], order[first]
     return order
@@ -293,7 +304,7 @@ def _moved(w: Walk, value: Value, to: list[Any], apply: Any) -> Value | None:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-@rule("slice", "narrow")
+@rule("slice narrow")
 def slices(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     value = bound["self"]
     if not is_lazy(value):
@@ -342,7 +353,7 @@ def _drop_stretch(value: Value, dim: int) -> Value:
     return value if inner is None else inner
 
 
-@rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk", "hsplit")
+@rule("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk hsplit")
 def splits(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     """A tuple of slices, cut where PyTorch cuts."""
     value = bound["self"]
@@ -371,7 +382,7 @@ def splits(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
 # ---- concatenations ------------------------------------------------------------------------------------------------
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat concat concatenate")
 def cat(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     values = bound["tensors"]
     if not any(map(is_lazy, values)) or not isinstance(bound["dim"], int):
@@ -405,7 +416,7 @@ def _restretched(w: Walk, value: Value, values: list[Value], dim: int) -> Value:
     return value
 
 
-@rule("stack", "hstack", "vstack")
+@rule("stack hstack vstack")
 def stack(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     values = bound["tensors"]
     if not any(map(is_lazy, values)) or "dim" not in bound:

@@ -21,9 +21,12 @@ from ikbo_recsys.transforms.builder import Builder, NotExpressibleError, is_rand
 from ikbo_recsys.transforms.report import Ledger
 from ikbo_recsys.transforms.values import Plain, Value, example, has_compact, is_lazy, is_tensor, shape
 
+aten = torch.ops.aten
+
 RULE_MODULES = (broadcasts, mix, rules, shapes)
 """Importing them registers the rules."""
 
+_READS_STRIDES = frozenset(("aten.as_strided", "aten.as_strided_", "aten.set_", "aten.resize_", "aten._reshape_alias"))
 _DROPPED_CHECKS = frozenset(("aten._assert_tensor_metadata",))
 
 
@@ -70,8 +73,7 @@ class Walk:
         """
         opaque = mutation.opaque_nodes(self.module.graph)
         for node in self.module.graph.nodes:
-            if mutation.changes_mode(node) == "autocast":
-                raise RefusedError(f"{node.name} enters or leaves an autocast region inside the graph")
+            _refuse_unsafe(node)
             self.build.origin = node
             self._env[node] = self._evaluate(node, opaque)
         graph = self.build.graph
@@ -140,8 +142,14 @@ class Walk:
             self.depth -= 1
         return self.plain(target, args, kwargs) if result is None else result
 
+    def decomposed(self, target: Any, bound: dict[str, Any]) -> Any:
+        """A composite operator as the operators it is made of, or None."""
+        return self._decomposed(target, *unbind(target, bound))
+
     def plain(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The operator as it is, on whole operands."""
+        # The strides of a rewritten operand may be others.
+        target = aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
         blocked = labels.blocked(target, args, kwargs)
         whole_args, whole_kwargs = self.argument(args), self.argument(kwargs)
         # Whole operands: at the top level this is the old node again, with the metadata it had.
@@ -243,6 +251,10 @@ class Walk:
         """Say why the current operator stays as it is. The first reason given is kept: it is the most specific one."""
         self.reason = self.reason or reason
 
+    def leave(self, reason: str) -> None:
+        """Record that the current operator runs on whole rows."""
+        self.ledger.left(reason)
+
     def _note_left(self, target: Any, bound: dict[str, Any]) -> None:
         if not any(map(has_compact, tensors(bound))):
             return
@@ -253,7 +265,15 @@ class Walk:
 
 
 _builtin = operator.getitem
-_SYM_SIZE = torch.ops.aten.sym_size.int
+_SYM_SIZE = aten.sym_size.int
+
+
+def _refuse_unsafe(node: Node) -> None:
+    """Raise for what the walk cannot carry over."""
+    if mutation.changes_mode(node) == "autocast":
+        raise RefusedError(f"{node.name} enters or leaves an autocast region inside the graph")
+    if packet_name(node.target) in _READS_STRIDES:
+        raise RefusedError(f"{node.name} ({packet_name(node.target)}) depends on how its operand lies in memory")
 
 
 def _is_kept(node: Node) -> bool:
