@@ -26,7 +26,7 @@ class CandidateIndex:
     """The candidate-to-user index of one batch: candidate `b` belongs to user `to_user[b]`.
 
     A small immutable value. It is a pytree (leaves `to_user`, `num_users`, `offsets`), so it passes through
-    `torch.compile`, `torch.export`, `torch.utils.data` collation and `.to(device)` like any other input.
+    `torch.compile`, `torch.export` and `.to(device)` like any other input.
 
     Args:
         to_user: int32 or int64 `[B]`, values in `[0, num_users)`, in any order.
@@ -35,13 +35,12 @@ class CandidateIndex:
             adjacent, users in order): the candidates of user `u` are `offsets[u]:offsets[u + 1]`. `None` when they
             are not, or not known to be.
 
-    The constructor looks at shapes, dtypes and devices only. Values are checked by `validate()`, which the `from_*`
-    constructors call for tensors in host memory; for tensors on a GPU that would be a synchronisation, so there it is
-    yours to call.
+    Shapes, dtypes and devices are always checked. Values are checked, as `validate()` does, for tensors in host memory;
+    for tensors on a GPU that would be a synchronisation, so there `validate()` is yours to call.
 
     Raises:
-        TypeError: `to_user` or `offsets` is not int32/int64, or their dtypes differ.
-        ValueError: a wrong number of dimensions or a wrong length, or tensors on two devices.
+        TypeError: `to_user` or `offsets` is not int32/int64, their dtypes differ, or `num_users` is not an integer.
+        ValueError: a wrong number of dimensions or a wrong length, tensors on two devices, or as `validate()`.
 
     Example::
 
@@ -57,18 +56,21 @@ class CandidateIndex:
     offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_index_tensor("to_user", self.to_user)
-        if self.num_users < 0:
-            raise ValueError(f"num_users must not be negative, got {self.num_users}")
-        if self.offsets is None:
-            return
-        _check_index_tensor("offsets", self.offsets)
-        if self.offsets.dtype != self.to_user.dtype:
-            raise TypeError(f"offsets is {self.offsets.dtype} but to_user is {self.to_user.dtype}: they must be equal")
-        if self.offsets.device != self.to_user.device:
-            raise ValueError(f"offsets is on {self.offsets.device} but to_user is on {self.to_user.device}")
-        if self.offsets.shape[0] != self.num_users + 1:
-            raise ValueError(f"offsets has {self.offsets.shape[0]} entries but num_users + 1 is {self.num_users + 1}")
+        check_index_tensor("to_user", self.to_user)
+        check_count("num_users", self.num_users)
+        if self.offsets is not None:
+            self._check_offsets_tensor(self.offsets)
+        if on_host(self.to_user):
+            self.validate()
+
+    def _check_offsets_tensor(self, offsets: Tensor) -> None:
+        check_index_tensor("offsets", offsets)
+        if offsets.dtype != self.to_user.dtype:
+            raise TypeError(f"offsets is {offsets.dtype} but to_user is {self.to_user.dtype}: they must be equal")
+        if offsets.device != self.to_user.device:
+            raise ValueError(f"offsets is on {offsets.device} but to_user is on {self.to_user.device}")
+        if offsets.shape[0] != self.num_users + 1:
+            raise ValueError(f"offsets has {offsets.shape[0]} entries but num_users + 1 is {self.num_users + 1}")
 
     @property
     def num_candidates(self) -> int:
@@ -104,13 +106,19 @@ class CandidateIndex:
             num_users: U.
             grouped: state that `ids` is non-decreasing. The kernels then need no permutation and their gradients are
                 deterministic. It is a promise and not a guess: nothing reads `ids` to find out.
+
+        Raises:
+            ValueError: an entry outside `[0, num_users)`, or `ids` that fall although `grouped` (in host memory).
         """
+        check_index_tensor("ids", ids)
+        check_count("num_users", num_users)
         offsets = None
         if grouped:
-            _check_index_tensor("ids", ids)
+            if on_host(ids):
+                _check_not_falling("ids", ids)
             bounds = torch.arange(num_users + 1, dtype=ids.dtype, device=ids.device)
             offsets = torch.searchsorted(ids, bounds, out_int32=ids.dtype == torch.int32)
-        return cls(ids, num_users, offsets)._validated_on_host()
+        return cls(ids, num_users, offsets)
 
     @classmethod
     def from_counts(cls, counts: Tensor, *, num_candidates: int | None = None) -> CandidateIndex:
@@ -124,12 +132,16 @@ class CandidateIndex:
         Raises:
             ValueError: a negative count, or counts whose sum is not `num_candidates`.
         """
-        _check_index_tensor("counts", counts)
-        if _on_host(counts) and counts.numel() and int(counts.min()) < 0:
-            position = int((counts < 0).nonzero()[0])
-            raise ValueError(f"counts[{position}] is {int(counts[position])}: a count must not be negative")
-        if num_candidates is not None and _on_host(counts) and int(counts.sum()) != num_candidates:
-            raise ValueError(f"counts sum to {int(counts.sum())} but num_candidates is {num_candidates}")
+        check_index_tensor("counts", counts)
+        if on_host(counts):
+            if counts.numel() and int(counts.min()) < 0:
+                position = int((counts < 0).nonzero()[0])
+                raise ValueError(f"counts[{position}] is {int(counts[position])}: a count must not be negative")
+            total = int(counts.sum())
+            if num_candidates is not None and total != num_candidates:
+                raise ValueError(f"counts sum to {total} but num_candidates is {num_candidates}")
+            if total > torch.iinfo(counts.dtype).max:
+                raise ValueError(f"counts sum to {total}, which {counts.dtype} cannot hold: give int64 counts")
         zero = counts.new_zeros(1)
         return cls.from_offsets(torch.cat((zero, counts.cumsum(0, dtype=counts.dtype))), num_candidates=num_candidates)
 
@@ -140,14 +152,19 @@ class CandidateIndex:
         Args:
             offsets: int32 or int64 `[U + 1]`, from 0 to B, non-decreasing.
             num_candidates: B, as in `from_counts`.
+
+        Raises:
+            ValueError: offsets that do not start at 0, that fall, or that do not end at `num_candidates`.
         """
-        _check_index_tensor("offsets", offsets)
+        check_index_tensor("offsets", offsets)
         if offsets.shape[0] == 0:
             raise ValueError("offsets has 0 entries but needs num_users + 1 of them, at least 1")
+        if on_host(offsets):
+            _check_offset_values(offsets, num_candidates)
         total = int(offsets[-1]) if num_candidates is None else num_candidates
         positions = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
         to_user = torch.searchsorted(offsets[1:], positions, right=True, out_int32=offsets.dtype == torch.int32)
-        return cls(to_user, offsets.shape[0] - 1, offsets)._validated_on_host()
+        return cls(to_user, offsets.shape[0] - 1, offsets)
 
     @classmethod
     def from_inverse_indices(cls, features: KeyedJaggedTensor, key: str) -> CandidateIndex:
@@ -218,15 +235,7 @@ class CandidateIndex:
             raise ValueError(f"to_user[{position}] is {int(self.to_user[position])} but num_users is {self.num_users}")
         if self.offsets is None:
             return self
-        if int(self.offsets[0]) != 0:
-            raise ValueError(f"offsets[0] is {int(self.offsets[0])} but must be 0")
-        falls = self.offsets.diff() < 0
-        if bool(falls.any()):
-            position = int(falls.nonzero()[0])
-            before, after = int(self.offsets[position]), int(self.offsets[position + 1])
-            raise ValueError(f"offsets[{position + 1}] is {after}, less than offsets[{position}] which is {before}")
-        if int(self.offsets[-1]) != self.num_candidates:
-            raise ValueError(f"offsets[-1] is {int(self.offsets[-1])} but num_candidates is {self.num_candidates}")
+        _check_offset_values(self.offsets, self.num_candidates)
         implied = torch.repeat_interleave(self.offsets.diff(), output_size=self.num_candidates)
         differs = implied != self.to_user
         if bool(differs.any()):
@@ -235,19 +244,41 @@ class CandidateIndex:
             raise ValueError(f"to_user[{position}] is {got} but offsets put that candidate under user {expected}")
         return self
 
-    def _validated_on_host(self) -> CandidateIndex:
-        return self.validate() if _on_host(self.to_user) else self
 
-
-def _on_host(tensor: Tensor) -> bool:
+def on_host(tensor: Tensor) -> bool:
     """Whether the values can be read now without waiting for a GPU and without leaving a traced graph."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
-    # Fake and functional tensors are subclasses; make_fx may also trace with real ones.
-    return type(tensor) is Tensor and get_proxy_mode() is None
+    # Fake and functional tensors are subclasses; make_fx may also trace with real ones, and vmap wraps them.
+    plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return plain and get_proxy_mode() is None
 
 
-def _check_index_tensor(name: str, tensor: Tensor) -> None:
+def check_count(name: str, number: int) -> None:
+    """Raise unless `number` is an integer (or a traced one) that is not negative."""
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {number}")
+
+
+def _check_not_falling(name: str, values: Tensor) -> None:
+    falls = values.diff() < 0
+    if bool(falls.any()):
+        position = int(falls.nonzero()[0])
+        before, after = int(values[position]), int(values[position + 1])
+        raise ValueError(f"{name}[{position + 1}] is {after}, less than {name}[{position}] which is {before}")
+
+
+def _check_offset_values(offsets: Tensor, num_candidates: int | None) -> None:
+    if int(offsets[0]) != 0:
+        raise ValueError(f"offsets[0] is {int(offsets[0])} but must be 0")
+    _check_not_falling("offsets", offsets)
+    if num_candidates is not None and int(offsets[-1]) != num_candidates:
+        raise ValueError(f"offsets[-1] is {int(offsets[-1])} but num_candidates is {num_candidates}")
+
+
+def check_index_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _INDEX_DTYPES:
@@ -280,3 +311,4 @@ pytree.register_pytree_node(
     serialized_type_name="ikbo_recsys.CandidateIndex",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+torch.serialization.add_safe_globals([CandidateIndex])

@@ -93,6 +93,22 @@ def test_counts_that_do_not_fit() -> None:
         CandidateIndex(torch.tensor([1, 1]), 2, torch.tensor([0, 1, 2])).validate()
 
 
+def test_more_malformed_values() -> None:
+    with pytest.raises(ValueError, match=r"offsets\[-1\] is 3 but num_candidates is 5"):
+        CandidateIndex.from_offsets(torch.tensor([0, 3]), num_candidates=5)
+    with pytest.raises(ValueError, match=r"offsets\[1\] is -3, less than offsets\[0\] which is 0"):
+        CandidateIndex.from_offsets(torch.tensor([0, -3]))
+    with pytest.raises(ValueError, match=r"ids\[1\] is 1, less than ids\[0\] which is 2"):
+        CandidateIndex.from_user_ids(torch.tensor([2, 1, 0, 0]), 3, grouped=True)
+    with pytest.raises(ValueError, match="int32 cannot hold"):
+        CandidateIndex.from_counts(torch.tensor([2**31 - 1, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="num_users must not be negative, got -5"):
+        CandidateIndex.from_user_ids(torch.tensor([], dtype=torch.int64), -5, grouped=True)
+    for wrong in (2.5, torch.tensor(2), True, None):
+        with pytest.raises(TypeError, match="num_users must be an integer, got"):
+            CandidateIndex(torch.tensor([0]), wrong)  # type: ignore[arg-type]
+
+
 def test_wrong_kinds_are_refused() -> None:
     with pytest.raises(TypeError, match="to_user must be int32 or int64, got torch.float32"):
         CandidateIndex(torch.zeros(3), 2)
@@ -119,7 +135,7 @@ def test_it_is_immutable_and_copies() -> None:
     file = io.BytesIO()
     torch.save(index, file)
     file.seek(0)
-    for other in (copy.deepcopy(index), torch.load(file, weights_only=False), index.to("cpu")):
+    for other in (copy.deepcopy(index), torch.load(file), index.to("cpu")):
         assert torch.equal(other.to_user, index.to_user)
         assert other.num_users == 2
     assert index.to(torch.int32).dtype is torch.int32
@@ -155,10 +171,10 @@ def test_from_inverse_indices_of_a_variable_batch() -> None:
         values=torch.arange(6),
         lengths=torch.ones(6, dtype=torch.int64),
         stride_per_key_per_rank=[[2], [4]],
-        inverse_indices=(["country", "item"], torch.tensor([[0, 1, 1, 0], [0, 1, 2, 3]])),
+        inverse_indices=(["item", "country"], torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0]])),
     )
     index = CandidateIndex.from_inverse_indices(features, "country")
-    assert index.to_user.tolist() == [0, 1, 1, 0]
+    assert index.to_user.tolist() == [0, 0, 0, 0]
     assert (index.num_users, index.num_candidates) == (2, 4)
     with pytest.raises(ValueError, match="'city' is not among the keys"):
         CandidateIndex.from_inverse_indices(features, "city")

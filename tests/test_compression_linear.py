@@ -82,6 +82,11 @@ def test_the_module_loads_a_dense_checkpoint_and_back() -> None:
     assert torch.equal(back.weight, dense.weight)
 
 
+def test_the_module_refuses_the_wrong_split_of_features() -> None:
+    with pytest.raises(ValueError, match="user has 4 features but user_features is 6"):
+        IKBOCompressionLinear(6, 4, 3)(torch.randn(2, 4, 5), torch.randn(3, 6, 5), torch.tensor([0, 1, 1]))
+
+
 def test_from_dense_refuses_an_impossible_split() -> None:
     with pytest.raises(ValueError, match="user_features is 11 but the dense layer has 10 inputs"):
         IKBOCompressionLinear.from_dense(nn.Linear(10, 4), 11)

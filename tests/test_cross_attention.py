@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -133,6 +135,7 @@ def test_errors_name_the_argument_and_both_sizes() -> None:
     attend(r"key must be \[U, T, Hkv, D\], got 3 dimensions", k=key[0])
     attend(r"key must be \[sum T, Hkv, D\], got 4 dimensions", kv_offsets=torch.tensor([0, 1, 2, 3]))
     attend("row count of key is 5 but row count of value is 4", v=key[:, :4])
+    attend("max_kv_length is 4 but only jagged keys", max_kv_length=4)
     attend("head size of query is 7 but head size of key is 8", q=query[..., :7])
     attend("head count of query is 3, not a multiple of head count of key which is 2", q=torch.randn(4, 1, 3, 8))
     attend("index has 3 entries but the candidate batch size of query is 4", i=index[:3])
@@ -155,6 +158,16 @@ def test_errors_name_the_argument_and_both_sizes() -> None:
     attend(
         "a length of 5 but max_kv_length is 4", k=rows, v=rows, kv_offsets=torch.tensor([0, 1, 2, 7]), max_kv_length=4
     )
+    attend(
+        "max_kv_length must not be negative, got -1",
+        k=rows,
+        v=rows,
+        kv_offsets=torch.tensor([0, 1, 2, 7]),
+        max_kv_length=-1,
+    )
+    attend(
+        "row count of key is 7 but row count of value is 6", k=rows, v=rows[:6], kv_offsets=torch.tensor([0, 1, 2, 7])
+    )
     attend("query must be float32, float16, bfloat16 or float64, got torch.int64", q=query.long())
 
 
@@ -166,6 +179,7 @@ def test_the_module_loads_a_multihead_attention_and_back(user_dim: int | None) -
     module.load_state_dict(dense.state_dict())
     adopted = IKBOCrossAttention.from_dense(dense)
     assert adopted.out_proj.weight is dense.out_proj.weight
+    assert not IKBOCrossAttention.from_dense(copy.deepcopy(dense).eval()).training
     index, lengths = CandidateIndex.from_counts(torch.tensor([2, 0, 4])), torch.tensor([7, 3, 1])
     user, cand = torch.randn(3, 7, user_dim or 32), torch.randn(6, 2, 32)
     expected = dense(user, cand, index.to_user, lengths)
@@ -173,6 +187,8 @@ def test_the_module_loads_a_multihead_attention_and_back(user_dim: int | None) -
     torch.testing.assert_close(adopted(user, cand, index.to_user, lengths), expected, rtol=1e-5, atol=1e-5)
     rows, offsets = jagged(user, lengths)
     torch.testing.assert_close(module(rows, cand, index, offsets=offsets), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="a length of 7 but max_kv_length is 6"):
+        module(rows, cand, index, offsets=offsets, max_length=6)
     back = nn.MultiheadAttention(32, 4, kdim=user_dim, vdim=user_dim)
     back.load_state_dict(module.state_dict())
 
@@ -190,6 +206,10 @@ def test_the_module_with_grouped_heads_and_other_sizes() -> None:
 def test_the_module_refuses_what_it_cannot_be() -> None:
     with pytest.raises(ValueError, match="embed_dim is 10, not a multiple of num_heads which is 4"):
         IKBOCrossAttention(10, 4)
+    with pytest.raises(ValueError, match="num_heads must be positive, got 0"):
+        IKBOCrossAttention(8, 0)
+    with pytest.raises(ValueError, match="head_dim must be positive, got 0"):
+        IKBOCrossAttention(8, 2, head_dim=0)
     with pytest.raises(ValueError, match="num_heads is 4, not a multiple of num_kv_heads which is 3"):
         IKBOCrossAttention(12, 4, num_kv_heads=3)
     with pytest.raises(ValueError, match="add_bias_kv or add_zero_attn"):

@@ -70,5 +70,18 @@ def test_the_module_loads_a_dense_checkpoint_and_back(activation: str | None) ->
     back = nn.Linear(10, 4)
     back.load_state_dict(module.state_dict())
     assert torch.equal(back.weight, dense.weight)
+    assert not IKBOLinear.from_dense(dense.eval(), 7).training
     with pytest.raises(ValueError, match="user_in is -1 but the dense layer has 10 inputs"):
         IKBOLinear.from_dense(dense, -1)
+
+
+def test_the_module_refuses_what_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="user_in must not be negative, got -1"):
+        IKBOLinear(-1, 3, 4)
+    with pytest.raises(TypeError, match=r"dense must be an nn\.Linear, got Conv1d"):
+        IKBOLinear.from_dense(nn.Conv1d(3, 4, 1), 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dense\.weight is computed"):
+        IKBOLinear.from_dense(nn.utils.parametrizations.weight_norm(nn.Linear(10, 4)), 7)
+    index = torch.tensor([0, 2, 2])
+    with pytest.raises(ValueError, match="user has 24 features but user_in is 40"):
+        IKBOLinear(40, 24, 8)(torch.randn(3, 24), torch.randn(3, 40), index)

@@ -129,6 +129,16 @@ def test_expanded_and_sliced_gradients(name: str) -> None:
             torch.testing.assert_close(got.grad, expected.grad)
 
 
+@pytest.mark.slow
+def test_a_compiled_program_clamps_a_wrong_index() -> None:
+    """It must neither read foreign memory nor, as Python would, count a negative entry from the end."""
+    torch._dynamo.reset()
+    compiled = torch.compile(CASES["linear"].call, fullgraph=True, dynamic=True)
+    inputs = inputs_of("linear", 3, 5)
+    wrong, clamped = torch.tensor([0, -1, 2**31, 3, 1]), torch.tensor([0, 0, 2, 2, 1])
+    torch.testing.assert_close(compiled(*inputs, wrong), CASES["linear"].call(*inputs, clamped))
+
+
 @mixing
 @pytest.mark.slow
 def test_compile_has_no_break_and_no_recompile(name: str) -> None:
@@ -173,6 +183,8 @@ def test_autocast_is_respected(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = CASES[name].call(*inputs, index)
     assert out.dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert CASES[name].call(*(x.double() for x in inputs), index).dtype is torch.float64
     assert torch.equal(out, CASES[name].call(*(x.bfloat16() for x in inputs), index))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex, _check_index_tensor, _on_host
+from ikbo_recsys.candidate_index import CandidateIndex, check_index_tensor, on_host
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -26,7 +26,7 @@ def check_dims(name: str, tensor: Tensor, layout: str) -> None:
     """Raise unless `tensor` has one dimension for each entry of `layout`, for example `"U, Ku, D"`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor [{layout}], got {type(tensor).__name__}")
-    expected = layout.count(",") + 1
+    expected = layout.count(",") + 1 if layout else 0
     if tensor.dim() != expected:
         raise ValueError(f"{name} must be [{layout}], got {tensor.dim()} dimensions {tuple(tensor.shape)}")
 
@@ -92,18 +92,21 @@ def resolve_index(
             raise ValueError(f"index.num_users is {index.num_users} but the user batch size of {user[0]} is {user[1]}")
     else:
         to_user, offsets = index, None
-        _check_index_tensor("index", to_user)
+        check_index_tensor("index", to_user)
     if candidate is not None and to_user.shape[0] != candidate[1]:
         raise ValueError(
             f"index has {to_user.shape[0]} entries but the candidate batch size of {candidate[0]} is {candidate[1]}"
         )
+    if to_user.device.type == "cpu" and not on_host(to_user) and not check_mode():
+        # Compiled look-ups on a CPU take a negative entry from the end. As in the kernels: clamp, and check on request.
+        return to_user.clamp(0, user[1] - 1), offsets
     check_index_values(to_user, user[1])
     return to_user, offsets
 
 
 def check_index_values(to_user_B: Tensor, num_users: int) -> None:
     """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that every entry is a user."""
-    if _on_host(to_user_B):
+    if on_host(to_user_B):
         if to_user_B.numel() == 0:
             return
         low, high = to_user_B.aminmax()
@@ -116,7 +119,7 @@ def check_index_values(to_user_B: Tensor, num_users: int) -> None:
 
 def check_lengths(name: str, lengths_U: Tensor, upper: int) -> None:
     """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that `0 <= lengths <= upper`."""
-    if _on_host(lengths_U):
+    if on_host(lengths_U):
         outside = (lengths_U < 0) | (lengths_U > upper)
         if bool(outside.any()):
             position = int(outside.nonzero()[0])
@@ -130,7 +133,7 @@ def check_offsets(name: str, offsets: Tensor, total: int, max_length: int | None
     """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that offsets rise from 0 to `total`."""
     upper = total if max_length is None else max_length
     lengths = offsets.diff()
-    if _on_host(offsets):
+    if on_host(offsets):
         if int(offsets[0]) != 0 or int(offsets[-1]) != total:
             raise ValueError(f"{name} goes from {int(offsets[0])} to {int(offsets[-1])}, not from 0 to {total} rows")
         if lengths.numel() == 0:

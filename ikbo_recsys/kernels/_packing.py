@@ -75,7 +75,10 @@ def pack_candidates(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -
 def _rows_per_tile(num_candidates: int, num_users: int) -> int:
     """R. It may be 1 where sizes are numbers, or where 1 is a size like any other: as `ikbo_recsys.export` traces."""
     quotient = (num_candidates + 4 * num_users - 4) // (4 * num_users - 3)
-    symbolic = not (isinstance(num_candidates, int) and isinstance(num_users, int))
+    # TorchDynamo shows its symbols as integers.
+    symbolic = torch.compiler.is_dynamo_compiling() or not (
+        isinstance(num_candidates, int) and isinstance(num_users, int)
+    )
     if symbolic and not torch.fx.experimental._config.backed_size_oblivious:
         return quotient + 1
     return torch.sym_max(quotient, 1) + torch.sym_min(num_candidates // (num_users + 1), 1)

@@ -57,6 +57,9 @@ def linear(
 
 
 def broadcast(x_U: Tensor, to_user_B: Tensor) -> Tensor:
+    if x_U.dtype in (torch.float16, torch.bfloat16) and x_U.requires_grad:
+        # So that the gradient's sums over candidates are rounded once.
+        return x_U.float().index_select(0, to_user_B).to(x_U.dtype)
     return x_U.index_select(0, to_user_B)
 
 
@@ -90,7 +93,7 @@ def dot_interaction(user_UFD: Tensor, cand_BFD: Tensor, to_user_B: Tensor, offse
 def _upper_pairs(gram_XFF: Tensor) -> Tensor:
     features = gram_XFF.shape[1]
     first, second = torch.triu_indices(features, features, 1, device=gram_XFF.device)
-    return gram_XFF[:, first, second]
+    return gram_XFF.flatten(1).index_select(1, first * features + second)
 
 
 def cross_attention(
@@ -104,9 +107,12 @@ def cross_attention(
 ) -> Tensor:
     dtype, wide = query_BSHD.dtype, _accumulation(query_BSHD.dtype)
     query_BSHD, key_UTHD, value_UTHD = query_BSHD.to(wide), key_UTHD.to(wide), value_UTHD.to(wide)
-    if isinstance(key_UTHD.shape[1], int) and key_UTHD.shape[1] == 0:
+    history = key_UTHD.shape[1]
+    if not isinstance(history, int) or history == 0:
+        # Torch's attention kernel for the CPU divides by the number of keys. A dynamic number may be 0.
         key_UTHD, value_UTHD = _one_padding_row(key_UTHD), _one_padding_row(value_UTHD)
-        kv_lengths_U = to_user_B.new_zeros(key_UTHD.shape[0])
+        if kv_lengths_U is None:
+            kv_lengths_U = to_user_B.new_full((key_UTHD.shape[0],), history)
     packing = pack_candidates(to_user_B, offsets, key_UTHD.shape[0])
     attend_N11T = None
     if kv_lengths_U is not None:
@@ -127,7 +133,7 @@ def cross_attention(
 
 
 def _one_padding_row(x_UTHD: Tensor) -> Tensor:
-    """An empty history as one row of padding, which softmax can be asked about."""
+    """Another row of padding, so that there is one."""
     return F.pad(x_UTHD, (0, 0, 0, 0, 0, 1))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ikbo_recsys import kernels
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.modules._dense import adopt_linear, check_split
+from ikbo_recsys.modules._dense import adopt_linear, check_dense, check_sizes, check_width
 
 
 class IKBOCompressionLinear(nn.Linear):
@@ -46,6 +46,7 @@ class IKBOCompressionLinear(nn.Linear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        check_sizes(user_features=user_features, candidate_features=candidate_features, out_features=out_features)
         super().__init__(user_features + candidate_features, out_features, bias=bias, device=device, dtype=dtype)
         self.user_features = user_features
         self.candidate_features = candidate_features
@@ -57,7 +58,7 @@ class IKBOCompressionLinear(nn.Linear):
         Raises:
             ValueError: `user_features` is not between 0 and `dense.in_features`.
         """
-        check_split("user_features", user_features, dense.in_features)
+        check_dense(dense, "user_features", user_features)
         module = cls(
             user_features,
             dense.in_features - user_features,
@@ -69,6 +70,8 @@ class IKBOCompressionLinear(nn.Linear):
 
     def forward(self, user: Tensor, candidate: Tensor, index: CandidateIndex | Tensor) -> Tensor:  # type: ignore[override]
         """`(user [U, Ku, D], candidate [B, Kc, D], index)` to `[B, M, D]`; errors as `kernels.compression_linear`."""
+        check_width("user", user, "user_features", self.user_features)
+        check_width("candidate", candidate, "candidate_features", self.candidate_features)
         return kernels.compression_linear(user, candidate, self.weight, index, self.bias)
 
     def extra_repr(self) -> str:

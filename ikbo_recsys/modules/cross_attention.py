@@ -61,6 +61,11 @@ class IKBOCrossAttention(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"head_dim must be positive, got {head_dim}")
         if head_dim is None and embed_dim % num_heads != 0:
             raise ValueError(
                 f"embed_dim is {embed_dim}, not a multiple of num_heads which is {num_heads}: give head_dim"
@@ -103,6 +108,8 @@ class IKBOCrossAttention(nn.Module):
             ValueError: it adds bias rows or a zero row to the keys, its key and value sizes differ, or it is in
                 training mode with attention dropout, none of which this module does.
         """
+        if not isinstance(dense, nn.MultiheadAttention):
+            raise TypeError(f"dense must be an nn.MultiheadAttention, got {type(dense).__name__}")
         if dense.bias_k is not None or dense.add_zero_attn:
             raise ValueError("dense adds rows to the keys (add_bias_kv or add_zero_attn), which has no equivalent here")
         if dense.kdim != dense.vdim:
@@ -161,6 +168,9 @@ class IKBOCrossAttention(nn.Module):
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _check_inputs(self, user: Tensor, candidate: Tensor, jagged: bool) -> None:
+        for name, tensor in (("user", user), ("candidate", candidate)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         layout = "[sum T, Eu]" if jagged else "[U, T, Eu]"
         if user.dim() != (2 if jagged else 3):
             raise ValueError(f"user must be {layout}, got shape {tuple(user.shape)}")

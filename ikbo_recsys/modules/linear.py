@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ikbo_recsys import kernels
 from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels.reference import ACTIVATIONS
-from ikbo_recsys.modules._dense import adopt_linear, check_split
+from ikbo_recsys.modules._dense import adopt_linear, check_dense, check_sizes, check_width
 
 
 class IKBOLinear(nn.Linear):
@@ -54,6 +54,7 @@ class IKBOLinear(nn.Linear):
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+        check_sizes(user_in=user_in, candidate_in=candidate_in, out=out)
         super().__init__(user_in + candidate_in, out, bias=bias, device=device, dtype=dtype)
         self.user_in = user_in
         self.candidate_in = candidate_in
@@ -66,7 +67,7 @@ class IKBOLinear(nn.Linear):
         Raises:
             ValueError: `user_in` is not between 0 and `dense.in_features`.
         """
-        check_split("user_in", user_in, dense.in_features)
+        check_dense(dense, "user_in", user_in)
         module = cls(
             user_in,
             dense.in_features - user_in,
@@ -79,6 +80,8 @@ class IKBOLinear(nn.Linear):
 
     def forward(self, user: Tensor, candidate: Tensor, index: CandidateIndex | Tensor) -> Tensor:  # type: ignore[override]
         """`(user [U, Ku], candidate [B, Kc], index)` to `[B, M]`; errors as `kernels.linear`."""
+        check_width("user", user, "user_in", self.user_in)
+        check_width("candidate", candidate, "candidate_in", self.candidate_in)
         return kernels.linear(user, candidate, self.weight, index, self.bias, self.activation)
 
     def extra_repr(self) -> str:
