@@ -1,7 +1,8 @@
 """The portable attention kernels and the tile schedule on the CPU, in Triton's interpreter, against fp64.
 
-The interpreter replaces the kernels when they are defined, so these tests need a process of their own, with TRITON_INTERPRET=1;
-`test_in_a_process_of_its_own` starts it. fp32 and fp16 only: the interpreter's bf16 `tl.dot` is wrong.
+The interpreter replaces the kernels when they are defined, so these tests need a process of their own, with
+TRITON_INTERPRET=1; `test_in_a_process_of_its_own` starts it. fp32 and fp16 only: the interpreter's bf16 `tl.dot` is
+wrong.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def test_forward_and_backward(sizes: tuple, how: dict, dtype: torch.dtype) -> No
     tolerance = TOLERANCE[dtype]
     assert relative_error(out, twin.detach()) < tolerance
     for got, want in zip((dq, dk, dv), expected, strict=True):
-        # One key has weight 1 whatever its score: dq and dk are exactly 0, and what remains is the rounding of dv's size.
+        # One key has weight 1 whatever its score: dq and dk are exactly 0, and what remains is the rounding of dv's
+        # size.
         assert float((got.double() - want).norm()) < tolerance * float(want.norm().clamp_min(expected[2].norm()))
     _check_lse(problem, lse, wide, to_user, lengths)
 
@@ -125,7 +127,9 @@ def _check_lse(problem: object, lse: Tensor, wide: list[Tensor], to_user: Tensor
 
 
 @interpreted
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
 def test_only_the_gradients_asked_for(needs: tuple[bool, bool, bool]) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
     from ikbo_recsys.kernels._attention_paths import _backward
@@ -163,7 +167,9 @@ def test_tile_table(users: int, layout: int) -> None:
     """Every row in one tile of its user, no tile of two users, longest histories first, the count right."""
     from ikbo_recsys.kernels._attention_hopper import tile_table
 
-    problem, _, to_user, lengths, _ = _problem(users, 3 * users, 5, 9, (1, 1), 8, layout=layout, shuffled=False, dtype=torch.float32)
+    problem, _, _, lengths, _ = _problem(
+        users, 3 * users, 5, 9, (1, 1), 8, layout=layout, shuffled=False, dtype=torch.float32
+    )
     table = tile_table(problem, rows=4)
     count = int(table[0, 0])
     starts = (problem.offsets * 5).tolist()

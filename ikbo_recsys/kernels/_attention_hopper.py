@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, is_traced, row_slots
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, row_slots
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard
 from ikbo_recsys.kernels._plan import Launch
@@ -44,17 +44,22 @@ _BACKWARD_QUERY_TILES = {64: HopperTile(_BOX_ROWS, 4, 232, 40), 128: HopperTile(
 _BACKWARD_TILES = {64: HopperTile(_BLOCK_KEYS, 4, 240, 24), 128: HopperTile(_BLOCK_KEYS, 3, 240, 24)}
 
 
+def type_refusal(dtype: torch.dtype, head_size: int) -> str | None:
+    """Why the kernels cannot take these, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels take float16 and bfloat16, not {dtype}"
+    if head_size > 128 or head_size % 8:
+        return f"the kernels take head sizes that are multiples of 8 up to 128, not {head_size}"
+    return None
+
+
 def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: float) -> str | None:
     """Why the kernels cannot take the call, or None. Device and library are checked elsewhere."""
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"the kernels take float16 and bfloat16, not {query.dtype}"
-    if query.shape[3] > 128 or query.shape[3] % 8:
-        return f"the kernels take head sizes that are multiples of 8 up to 128, not {query.shape[3]}"
+    why = type_refusal(query.dtype, query.shape[3])
+    if why is not None:
+        return why
     if scale <= 0:
         return f"the kernels take positive scales, not {scale}"
-    # Traced tensors have no addresses, and sizes that must not become guards: the operator looks again when it runs.
-    if is_traced():
-        return None
     if key.shape[0 if is_jagged else 1] == 0:
         return "there is no history at all"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -68,7 +73,9 @@ def _is_tma_ready(tensor: Tensor) -> bool:
         return False
     step = TMA_ALIGNMENT // tensor.element_size()
     sizes, strides = tensor.shape, tensor.stride()
-    return all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in zip(sizes[:-1], strides[:-1], strict=True))
+    return all(
+        size == 1 or (stride > 0 and stride % step == 0) for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
+    )
 
 
 def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
@@ -81,7 +88,8 @@ def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
 
 
 class _Descriptor:
-    """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it anew."""
+    """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
+    anew."""
 
     __slots__ = ("base", "shape", "strides")
     padding = "zero"
@@ -102,7 +110,9 @@ class _View:
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._shape = list(shape)
         # The stride of a dimension of size 1 is never used, but has to be aligned.
-        self._strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in zip(shape[:-1], strides, strict=True)] + [1]
+        self._strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in zip(shape[:-1], strides, strict=True)] + [
+            1
+        ]
 
     def of(self, base: Tensor) -> _Descriptor:
         return _Descriptor(base, self._shape, self._strides)
@@ -129,7 +139,9 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if dtype is torch.float16 else gl.bfloat16)
 
 
-def _checked(descriptors: Sequence[_Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]) -> tuple[Any, ...]:
+def _checked(
+    descriptors: Sequence[_Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]
+) -> tuple[Any, ...]:
     return (*(d.checked(block) for d, block in zip(descriptors, blocks, strict=True)), *rest)
 
 
@@ -230,7 +242,7 @@ def _boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (_BOX_ROWS, 1, padded), (1, keys, 1, padded)
 
 
-# ---- backward ----------------------------------------------------------------------------------------------------------
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def backward_refusal(problem: Problem, grad: Tensor) -> str | None:

@@ -1,6 +1,7 @@
 """Launches of the target attention kernels: shapes to grids and tiles, outputs, workspaces. Tensors arrive checked.
 
-Shape letters: U users, B candidates, S seeds, T history rows, L history rows of all users, H query heads, Hkv key heads, D head size.
+Shape letters: U users, B candidates, S seeds, T history rows, L history rows of all users, H query heads, Hkv key
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ikbo_recsys.kernels._launch import _is_tracing, cdiv, device_guard, input_precision
-from ikbo_recsys.kernels._plan import Launch
+from ikbo_recsys.kernels._launch import cdiv, device_guard, input_precision
+from ikbo_recsys.kernels._plan import Launch, is_traced
 from ikbo_recsys.kernels._tiles import Row, pick
 
 FULL, LENGTHS, JAGGED = 0, 1, 2
@@ -71,21 +72,16 @@ _BACKWARD_32BIT = (
 )
 
 
-def is_traced() -> bool:
-    """Whether the call is being traced rather than run: values and addresses are not to be asked for."""
-    return torch.compiler.is_compiling() or _is_tracing()
-
-
 _index_values: Any = WeakIdKeyDictionary()
 
 
 def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     """What is derived from an index tensor, made once per tensor, contents (its version counter) and stream.
 
-    The values live as long as the tensor. Within a captured CUDA graph they are made anew, so that a replay sees the contents
-    of its time; so they are for inference tensors, whose writes leave no trace.
+    The values live as long as the tensor. Within a captured CUDA graph they are made anew, so that a replay sees the
+    contents of its time; so they are for inference tensors, whose writes leave no trace.
     """
-    if index.device.type != "cuda" or index.is_inference() or torch.cuda.is_current_stream_capturing():
+    if is_traced() or index.device.type != "cuda" or index.is_inference() or torch.cuda.is_current_stream_capturing():
         return make()
     key = (index._version, index.data_ptr(), torch._C._cuda_getCurrentRawStream(index.get_device()), key)
     values = _index_values.get(index)
@@ -135,7 +131,8 @@ class Problem:
 
     @property
     def user_rows(self) -> int:
-        """Query rows per user, on average. Under tracing with dynamic sizes it is not known, and must not become a guard."""
+        """Query rows per user, on average. Under tracing with dynamic sizes it is not known, and must not become a
+        guard."""
         rows, users = self.query.shape[0] * self.query.shape[1], self.num_users
         if not isinstance(rows, int) or not isinstance(users, int):
             return 64
@@ -176,11 +173,11 @@ class Problem:
 
     def constants(self, **more: Any) -> dict[str, Any]:
         """The constexpr arguments that all the kernels have, and `more`."""
-        head_size = self.query.shape[3]
+        head_size = int(self.query.shape[3])
         return {
             "QK_SCALE": self.scale * _LOG2_E,
-            "HEADS": self.query.shape[2],
-            "GROUP": self.group,
+            "HEADS": int(self.query.shape[2]),
+            "GROUP": int(self.group),
             "HEAD_SIZE": head_size,
             "BLOCK_D": max(16, 1 << (head_size - 1).bit_length()),
             "KV_LAYOUT": self.layout,
@@ -191,7 +188,7 @@ class Problem:
 
     def tile(self, narrow: Any, wide: Any) -> AttentionTile:
         table = wide if self.query.dtype is torch.float32 else narrow
-        return pick(table, head_size=self.query.shape[3], user_rows=self.user_rows)
+        return pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
 
 
 def row_slots(problem: Problem, rows: int) -> int:
@@ -233,7 +230,9 @@ def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
     return Forward(problem, store_lse)(problem)
 
 
-def backward_query(problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, need: bool) -> tuple[Tensor | None, Tensor]:
+def backward_query(
+    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, need: bool
+) -> tuple[Tensor | None, Tensor]:
     """dq (None unless needed) and delta, `[B, S, H]`; innermost stride of `grad` is 1."""
     from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_query
 
@@ -271,10 +270,12 @@ def backward_key_value(
         slots = problem.num_users * cdiv(problem.capacity, tile.keys)
     splits = _splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
     dtype = key.dtype if splits == 1 else torch.float32
-    dk, dv = (torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if n else None for n in (need_dk, need_dv))
+    dk, dv = (
+        torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if n else None for n in (need_dk, need_dv)
+    )
     launch = Launch(
         attention_backward_key_value,
-        (*problem.launch_key(grad), key.numel() < 2**31),
+        (*problem.launch_key(grad), is_traced() or key.numel() < 2**31),
         slots * key.shape[-2] * splits,
         problem.constants(
             SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, SPLITS=splits, NEED_DK=need_dk, NEED_DV=need_dv
@@ -296,8 +297,8 @@ def _strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:
 def _splits(programs: int, rows: int, tile_rows: int) -> int:
     """Into how many shares a user's rows are cut: 1 unless the keys alone leave most of a GPU idle.
 
-    From shapes only, so that the result does not depend on the device: below 128 programs, as many shares as bring it to
-    256, each of at least 8 tiles.
+    From shapes only, so that the result does not depend on the device: below 128 programs, as many shares as bring it
+    to 256, each of at least 8 tiles.
     """
     if not isinstance(programs, int) or programs >= 128 or programs == 0:
         return 1

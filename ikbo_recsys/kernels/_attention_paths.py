@@ -1,8 +1,8 @@
 """Target attention on a GPU: which path, autograd, and the operators that traced graphs contain.
 
-An eager call goes from here straight to the launches. A traced one goes through `torch.ops.ikbo.cross_attention_portable`
-(a `triton_op`, whose kernels Inductor sees and AOTInductor packages) or `cross_attention_hopper` (opaque: Inductor cannot
-re-emit Gluon). Both have the same backward operator.
+An eager call goes from here straight to the launches. A traced one goes through
+`torch.ops.ikbo.cross_attention_portable` (a `triton_op`, whose kernels Inductor sees and AOTInductor packages) or
+`cross_attention_hopper` (opaque: Inductor cannot re-emit Gluon). Both have the same backward operator.
 
 Shape letters as in `_attention_launch.py`.
 """
@@ -26,42 +26,55 @@ from ikbo_recsys.kernels._attention_launch import (
     MAX_HEAD_SIZE,
     Problem,
     index_cache,
-    is_traced,
 )
+from ikbo_recsys.kernels._plan import is_traced, traceable
 
 _FEWEST_USER_ROWS = 128
-"""Query rows per user below which a 128-row tile is mostly empty and the portable kernel, which has smaller ones, wins."""
+"""Query rows per user below which a 128-row tile is mostly empty and the portable kernel, which has smaller ones,
+wins."""
 
 
 def choose(
-    query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, num_users: int, is_grouped: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, num_users: int, scale: float
 ) -> _backend.Choice:
     """The path of a call whose tensors are checked and of one dtype."""
-    refusals = {"torch": None, "triton": _portable_refusal(query, num_users)}
-    refusals["gluon"] = refusals["triton"] or _hopper_refusal(query, key, value, kv_offsets, scale)
+    portable_why = _portable_refusal(query.device, query.dtype, query.shape[3]) or _count_refusal(query, num_users)
+    gluon_why = portable_why or _backend.hopper_refusal(query.device)
+    gluon_why = gluon_why or hopper.refusal(query, key, value, kv_offsets is not None, scale)
     order = [("triton", "portable kernels"), ("torch", "plain torch")]
-    rows = query.shape[0] * query.shape[1]
-    if not is_traced() and refusals["gluon"] is None and rows >= _FEWEST_USER_ROWS * num_users:
-        order.insert(0, ("gluon", "Hopper kernels measure faster from 128 query rows per user on"))
-    elif is_traced() and not torch.compiler.is_exporting():
-        order.insert(0, ("gluon", "opaque to the compiler, Hopper kernels where the call fits them"))
-    return _backend.choose(refusals, order)
+    if query.shape[0] * query.shape[1] >= _FEWEST_USER_ROWS * num_users:
+        order.insert(0, ("gluon", f"Hopper kernels measure faster from {_FEWEST_USER_ROWS} query rows per user on"))
+    return _backend.choose({"torch": None, "triton": portable_why, "gluon": gluon_why}, order)
 
 
-def _portable_refusal(query: Tensor, num_users: int) -> str | None:
-    reason = _backend.portable_refusal(query.device, query.dtype)
-    if reason is None and query.shape[3] > MAX_HEAD_SIZE:
-        reason = f"the kernels take head sizes up to {MAX_HEAD_SIZE}, not {query.shape[3]}"
-    if reason is None and not is_traced():
-        if query.numel() == 0 or num_users == 0:
-            reason = "there is nothing to compute"
-        elif query.shape[0] * query.shape[1] >= 2**31:
-            reason = f"the kernels number query rows in 32 bits, there are {query.shape[0] * query.shape[1]}"
-    return reason
+@torch.compiler.assume_constant_result
+def traced_path(device: int | None, dtype: torch.dtype, head_size: int, is_exporting: bool) -> str:
+    """The path of a traced call, by what is fixed while tracing: no sizes, which must not become guards, no addresses.
+
+    The Hopper operator looks at the rest when it runs. Exported programs have the portable kernels, which travel in
+    them.
+    """
+    where = torch.device("cpu") if device is None else torch.device("cuda", device)
+    portable_why = _portable_refusal(where, dtype, head_size)
+    gluon_why = portable_why or _backend.hopper_refusal(where) or hopper.type_refusal(dtype, head_size)
+    order = [("triton", "portable kernels, visible to the compiler"), ("torch", "plain torch")]
+    if not is_exporting:
+        order.insert(0, ("gluon", "Hopper kernels, opaque to the compiler"))
+    return _backend.choose({"torch": None, "triton": portable_why, "gluon": gluon_why}, order).path
 
 
-def _hopper_refusal(query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, scale: float) -> str | None:
-    return _backend.hopper_refusal(query.device) or hopper.refusal(query, key, value, kv_offsets is not None, scale)
+def _portable_refusal(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    if head_size > MAX_HEAD_SIZE:
+        return f"the kernels take head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
+    return _backend.portable_refusal(device, dtype)
+
+
+def _count_refusal(query: Tensor, num_users: int) -> str | None:
+    if query.numel() == 0 or num_users == 0:
+        return "there is nothing to compute"
+    if query.shape[0] * query.shape[1] >= 2**31:
+        return f"the kernels number query rows in 32 bits, there are {query.shape[0] * query.shape[1]}"
+    return None
 
 
 def group(to_user: Tensor, num_users: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +170,8 @@ def attention(
     """`cross_attention` by the "triton" or the "gluon" path. Tensors arrive checked, in one dtype.
 
     Args:
-        known: the call's `signature`, when nothing of the call was converted since: the next one like it is then `repeat`ed.
+        known: the call's `signature`, when nothing of the call was converted since: the next one like it is then
+        `repeat`ed.
     """
     num_users = key.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
     if any(x.stride(-1) != 1 for x in (query, key, value)):
@@ -219,13 +233,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        query, key, value, offsets, permutation, kv, out, lse = ctx.saved_tensors
         plan = ctx.plan
-        problem = Problem(*tensors, plan.layout, plan.scale)
+        problem = Problem(query, key, value, offsets, permutation, kv, plan.layout, plan.scale)
         return *_backward(problem, out, lse, grad, tuple(ctx.needs_input_grad[:3]), plan.path), *[None] * 4
 
 
-# ---- operators for traced graphs ---------------------------------------------------------------------------------------
+# ---- operators for traced graphs -------------------------------------------------------------------------------------
 
 
 @torch.library.triton_op("ikbo::cross_attention_portable", mutates_args={})
@@ -240,7 +254,8 @@ def cross_attention_portable(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the portable kernels. Innermost strides are 1."""
-    return portable.forward(Problem(query, key, value, offsets, permutation, kv, layout, scale), True)
+    with traceable():
+        return portable.forward(Problem(query, key, value, offsets, permutation, kv, layout, scale), True)
 
 
 @torch.library.triton_op("ikbo::cross_attention_portable_backward", mutates_args={})
@@ -259,7 +274,8 @@ def cross_attention_portable_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv by the portable kernels."""
     problem = Problem(query, key, value, offsets, permutation, kv, layout, scale)
-    return _backward(problem, out, lse, grad, (True, True, True), "triton")  # type: ignore[return-value]
+    with traceable():
+        return _backward(problem, out, lse, grad, (True, True, True), "triton")  # type: ignore[return-value]
 
 
 @torch.library.custom_op("ikbo::cross_attention_hopper", mutates_args=())
@@ -301,10 +317,10 @@ def cross_attention_hopper_backward(
 
 def _path_at_hand(problem: Problem) -> str:
     query = problem.query
-    offsets = problem.kv if problem.layout == JAGGED else None
     if query.shape[0] * query.shape[1] < _FEWEST_USER_ROWS * problem.num_users:
         return "triton"
-    return "triton" if _hopper_refusal(query, problem.key, problem.value, offsets, problem.scale) else "gluon"
+    why = hopper.refusal(query, problem.key, problem.value, problem.layout == JAGGED, problem.scale)
+    return "gluon" if why is None else "triton"
 
 
 @cross_attention_hopper.register_fake

@@ -63,7 +63,9 @@ def cross_attention(
 
         known = _attention_paths.signature(query, key, value, index, kv_lengths, kv_offsets, scale)
         if known is not None:
-            out = _attention_paths.repeat(known, query, key, value, index, kv_lengths if kv_offsets is None else kv_offsets)
+            out = _attention_paths.repeat(
+                known, query, key, value, index, kv_lengths if kv_offsets is None else kv_offsets
+            )
             if out is not None:
                 return out
     _checks.check_dims("query", query, "B, S, H, D")
@@ -78,12 +80,12 @@ def cross_attention(
         known = None
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3]) if query.shape[3] else 1.0
-    choice = _choose(query, key, value, kv_offsets, num_users, offsets is not None, scale)
-    if choice is not None and choice.path != "torch":
+    path = _path(query, key, value, kv_offsets, num_users, scale)
+    if path != "torch":
         from ikbo_recsys.kernels import _attention_paths
 
         return _attention_paths.attention(
-            query, key, value, to_user, offsets, kv_lengths, kv_offsets, scale, choice.path, known
+            query, key, value, to_user, offsets, kv_lengths, kv_offsets, scale, path, known
         )
     with _checks.no_autocast(query):
         if kv_offsets is not None:
@@ -94,21 +96,20 @@ def cross_attention(
         return reference.cross_attention(query, key, value, to_user, offsets, kv_lengths, scale)
 
 
-def _choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_offsets: Tensor | None,
-    num_users: int,
-    is_grouped: bool,
-    scale: float,
-) -> _backend.Choice | None:
-    """The path of a call, None for the only one there is on a CPU. Imports the GPU paths for a GPU alone."""
+def _path(
+    query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, num_users: int, scale: float
+) -> str:
+    """The path of a call. The GPU paths are imported for a GPU alone, or for whoever asks for them by name."""
     if query.device.type != "cuda" and _backend.requested_backend() in ("auto", "torch"):
-        return None
+        return "torch"
     from ikbo_recsys.kernels import _attention_paths
 
-    return _attention_paths.choose(query, key, value, kv_offsets, num_users, is_grouped, scale)
+    if _attention_paths.is_traced():
+        # The size itself may be a symbol, of which only the outcome of comparisons is a constant.
+        size, is_exporting = query.shape[3], torch.compiler.is_exporting()
+        representative = 64 if size <= 128 and size % 8 == 0 else 256 if size <= 256 else 512
+        return _attention_paths.traced_path(query.device.index, query.dtype, representative, is_exporting)
+    return _attention_paths.choose(query, key, value, kv_offsets, num_users, scale).path
 
 
 def _explain(
@@ -122,11 +123,11 @@ def _explain(
     max_kv_length: int | None = None,
     scale: float | None = None,
 ) -> _backend.Choice:
+    from ikbo_recsys.kernels import _attention_paths
+
     num_users = key.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
     query, key, value = _checks.promote(query=query, key=key, value=value)
-    is_grouped = isinstance(index, CandidateIndex) and index.is_grouped
-    choice = _choose(query, key, value, kv_offsets, num_users, is_grouped, 1.0 if scale is None else scale)
-    return choice or _backend.Choice("torch", "the tensors are on a CPU", {})
+    return _attention_paths.choose(query, key, value, kv_offsets, num_users, 1.0 if scale is None else scale)
 
 
 _backend.register_chooser("cross_attention", _explain)

@@ -1,4 +1,5 @@
-"""The attention kernels compiled ahead of any launch: they fit, nothing spills where it costs, wgmma stays asynchronous."""
+"""The attention kernels compiled ahead of any launch: they fit, nothing spills where it costs, wgmma stays
+asynchronous."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ def _runs(compiled: Compiled, *names: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"JAGGED": True, "STORE_LSE": True}, {"PERMUTED": True}, {"GATHER": True, "PERMUTED": True, "STORE_LSE": True}],
+    [
+        {},
+        {"JAGGED": True, "STORE_LSE": True},
+        {"PERMUTED": True},
+        {"GATHER": True, "PERMUTED": True, "STORE_LSE": True},
+    ],
 )
 def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
     compiled = _forward(head_size, **how)
@@ -157,5 +163,7 @@ def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
 
     for chained in (False, True):
         constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": 64, "STEP": 16, "CHAINED": chained}
-        compiled = compile_kernel(fill_tile_table, _signature(fill_tile_table, "fp16", constexprs), constexprs, num_warps=4)
+        compiled = compile_kernel(
+            fill_tile_table, _signature(fill_tile_table, "fp16", constexprs), constexprs, num_warps=4
+        )
         assert_no_spills(compiled)

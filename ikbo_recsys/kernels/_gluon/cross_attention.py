@@ -2,15 +2,19 @@
 
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
-A block holds one producer warp and two consumers of 64 rows. It walks the dense tile table of `_triton/schedule.py` (128 rows of one
-user per entry, H items per entry) with a fixed stride:
-- The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that only
-  the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
-- The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its softmax.
-- The last product with values of an item runs beside the first product with keys of the next: there is no gap between items.
-- Query rows come by TMA where they are adjacent (grouped candidates, or a number of seeds that 64 divides), row by row otherwise.
+A block holds one producer warp and two consumers of 64 rows. It walks the dense tile table of `_triton/schedule.py`
+(128 rows of one user per entry, H items per entry) with a fixed stride:
+- The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that
+  only the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
+- The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its
+  softmax.
+- The last product with values of an item runs beside the first product with keys of the next: there is no gap between
+  items.
+- Query rows come by TMA where they are adjacent (grouped candidates, or a number of seeds that 64 divides), row by row
+  otherwise.
 - The running maximum of a row moves only when it is exceeded by 2^8, so the accumulator is almost never rescaled. The
-  decision is the row's own, so a row's result does not depend on its neighbours; only skipping the multiplication by 1 is the warp's.
+  decision is the row's own, so a row's result does not depend on its neighbours; only skipping the multiplication by 1
+  is the warp's.
 """
 
 from triton.experimental import gluon
@@ -24,109 +28,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ikbo_recsys.kernels._gluon._attention_parts import (
+    advance,
+    gather_item,
+    read_tile,
+    rescale,
+    store_lse,
+    store_rows,
+    turn_pass,
+    turn_wait,
+    whole_row,
+    zero_rows,
+)
 from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store, wait_for_primary_grid
 
-CONSUMER_ROWS = 64
-TILE_ROWS = 2 * CONSUMER_ROWS
-
-
-def _rescale_assembly(registers: int) -> tuple[str, str]:
-    """Multiply `registers` accumulator registers by their row's factor, unless the whole warp's factors are 1.
-
-    A row of the accumulator lies in every other pair of registers, so two factors cover a thread.
-    """
-    out = [f"${i}" for i in range(registers)]
-    factor = [f"${2 * registers + i}" for i in range(registers)]
-    multiply = " ".join(f"mul.f32 {o}, {o}, {f};" for o, f in zip(out, factor, strict=True))
-    body = (
-        "{ .reg .pred p, q; "
-        f"setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.f32 q, {factor[2]}, 0f3F800000; or.pred p, p, q; "
-        "vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; "
-        f"{multiply} SKIP: }}"
-    )
-    constraints = ["=f"] * registers + [str(i) for i in range(registers)] + ["f"] * registers
-    return body, ",".join(constraints)
-
-
-RESCALE_32 = gl.constexpr(_rescale_assembly(32)[0])
-RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_assembly(32)[1])
-RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
-RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
-
 
 @gluon.jit
-def _rescale(acc, factor, D: gl.constexpr):
-    """`acc * factor` for an accumulator `[64, D]` and a factor of its layout, skipped where it changes nothing."""
-    if D == 64:
-        return gl.inline_asm_elementwise(
-            RESCALE_32, RESCALE_32_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
-        )
-
-
-@gluon.jit
-def _turn_wait(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _turn_pass(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
-def read_tile(table_ptr, item, heads):
-    """First row, end of the user's rows, where the user's keys are, and how many, of an item."""
-    entry = table_ptr + (1 + item // heads) * 4
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-
-
-@gluon.jit
-def row_places(permutation_ptr, rows, valid, seeds, PERMUTED: gl.constexpr):
-    """Where packed rows lie among the rows of a contiguous `[B, S, ...]`."""
-    if PERMUTED:
-        cand = rows // seeds
-        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + rows - cand * seeds
-    return rows
-
-
-@gluon.jit
-def whole_row(permutation_ptr, row, end, seeds, PERMUTED: gl.constexpr):
-    """Where 64 packed rows of one candidate begin in the query and in the output."""
-    if PERMUTED:
-        cand = row // seeds
-        row = gl.load(permutation_ptr + cand, mask=row < end, other=0).to(gl.int32) * seeds + row - cand * seeds
-    return row
-
-
-@gluon.jit
-def _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr):
+def _load_block(
+    desc, full, empty, bufs, where, row, head, stage, phase, KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr
+):
     """Fill a stage with KEYS rows of a user's keys or values, from `row` on."""
     mbarrier.wait(empty.index(stage), phase ^ 1)
     mbarrier.expect(full.index(stage), KEYS * D * 2)
@@ -134,18 +54,6 @@ def _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS: g
         tma_load(desc, [0, where + row, head, 0], full.index(stage), bufs.index(stage))
     else:
         tma_load(desc, [where, row, head, 0], full.index(stage), bufs.index(stage))
-
-
-@gluon.jit
-def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
-    """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
-    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    for i in gl.static_range(ROWS // 8):
-        if first < i * 8 + 8:
-            piece = block.slice(i * 8, 8, dim=0)
-            values = piece.load(layout)
-            piece.store(gl.where((rows + i * 8 < first)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -175,48 +83,11 @@ def _load_values(
 
 
 @gluon.jit
-def _gather_query(q_ptr, places, buf, row, end, head, stride_qh, D: gl.constexpr, HEAD_SIZE: gl.constexpr):
-    """Start copying 64 query rows from where `places` says they lie, 8 rows at a time; zeros from `end` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    tile = buf.reshape([64, D])
-    for i in gl.static_range(8):
-        rows = row + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        place = places.slice(i * 8, 8, dim=0).load(gl.SliceLayout(1, layout))
-        pointers = q_ptr + (place + head * stride_qh).to(gl.int64) * 8
-        mask = (rows < end)[:, None] & (columns < HEAD_SIZE)[None, :]
-        async_copy.async_copy_global_to_shared(tile.slice(i * 8, 8, dim=0), pointers[:, None] + columns[None, :], mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _gather_item(
-    table_ptr, item, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, stride_qb, stride_qs, stride_qh,
-    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
-):  # fmt: skip
-    """Start copying the query rows of both consumers for an item. Strides are in units of 8 elements."""
-    row, end, _where, _keys = read_tile(table_ptr, item, heads)
-    # All the look-ups at once, through shared memory: piece by piece each would wait for memory in its turn.
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    rows = row + gl.arange(0, 128, layout=layout)
-    cand = rows // seeds
-    seed = rows - cand * seeds
-    if PERMUTED:
-        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
-    places.store(cand * stride_qb + seed * stride_qs)
-    for i in gl.static_range(2):
-        mbarrier.wait(q_empty.index(stage * 2 + i), phase ^ 1)
-        _gather_query(
-            q_ptr, places.slice(i * 64, 64, dim=0), q_bufs.index(stage * 2 + i), row + i * 64, end, item % heads, stride_qh,
-            D, HEAD_SIZE,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _producer(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed, places,
     table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
-    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, GATHER: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr,
     PERMUTED: gl.constexpr,
 ):  # fmt: skip
     ks = 0
@@ -230,9 +101,9 @@ def _producer(
     where_v = 0
     head_v = 0
     left_v = 0
-    if GATHER:
+    if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
         if gl.program_id(0) < items:
-            _gather_item(
+            gather_item(
                 table_ptr, gl.program_id(0), heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, 0, 0, seeds,
                 stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
             )  # fmt: skip
@@ -266,7 +137,8 @@ def _producer(
             first = (blocks - 1 - j) * KEYS
             _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
             tail_phase = _load_values(
-                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp, tail_phase,
+                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp,
+                tail_phase,
                 KEYS, D, JAGGED,
             )  # fmt: skip
             ks, kp = advance(ks, kp, STAGES)
@@ -274,7 +146,7 @@ def _producer(
         if GATHER:
             following = item + gl.num_programs(0)
             if following < items:
-                _gather_item(
+                gather_item(
                     table_ptr, following, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp, seeds,
                     stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
                 )  # fmt: skip
@@ -282,11 +154,15 @@ def _producer(
         head_v = kv_head + 0
         left_v = keys + 0
     if gl.program_id(0) < items:
-        _load_values(v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED)
+        _load_values(
+            v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
+        )
 
 
 @gluon.jit
-def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr):
+def _first_softmax(
+    scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr
+):
     """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
 
     A user without keys has no maximum: any finite one makes all weights 0.
@@ -297,8 +173,8 @@ def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constex
     row_max = gl.max(scores, 1) * qk_scale
     row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
     weights = gl.exp2(scores * qk_scale - row_max[:, None])
-    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written here:
-    # without them the assembler moves all of this behind the wait for P.V.
+    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written
+    # here: without them the assembler moves all of this behind the wait for P.V.
     none = _partial_sums(gl.zeros_like(weights), KEYS)
     first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
     whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
@@ -307,33 +183,9 @@ def _first_softmax(scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constex
 
 @gluon.jit
 def _partial_sums(weights, KEYS: gl.constexpr):
-    """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an item."""
+    """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an
+    item."""
     return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
-
-
-@gluon.jit
-def store_rows(
-    out_ptr, permutation_ptr, out, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
-    PERMUTED: gl.constexpr,
-):  # fmt: skip
-    """Store the rows before `end` of 64 output rows, each to where its candidate lies."""
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
-    valid = rows < end
-    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
-    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
-    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
-    gl.store(pointers[:, None] + columns[None, :], out, mask=mask)
-
-
-@gluon.jit
-def _store_lse(
-    lse_ptr, permutation_ptr, lse2, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr
-):
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    valid = rows < end
-    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
-    gl.store(lse_ptr + rows.to(gl.int64) * heads + head, lse2 * 0.6931471805599453, mask=valid)
 
 
 @gluon.jit
@@ -357,7 +209,7 @@ def _consumer(
     qs = 0
     qp = 0
     if WHO == 1:
-        _turn_pass(1)
+        turn_pass(1)
     if gl.program_id(0) < items:
         row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
         mbarrier.wait(q_full.index(WHO), 0)
@@ -378,31 +230,32 @@ def _consumer(
             blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
             for j in range(1, blocks):
                 mbarrier.wait(k_full.index(ks), kp)
-                _turn_wait(WHO)
+                turn_wait(WHO)
                 scores_t = warpgroup_mma(
                     query, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 mbarrier.wait(v_full.index(vs), vp)
                 out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
-                _turn_pass(WHO)
+                turn_pass(WHO)
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
                 ks, kp = advance(ks, kp, STAGES)
                 seen = gl.max(scores, 1) * qk_scale
                 new_max = gl.where(seen > row_max + 8.0, seen, row_max)
-                rescale = gl.exp2(row_max - new_max)
+                factor = gl.exp2(row_max - new_max)
                 weights_f = gl.exp2(scores * qk_scale - new_max[:, None])
                 part = _partial_sums(weights_f, KEYS)
-                row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, part.type.layout))[:, None] + part
+                row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
                 row_max = new_max
                 weights_n = gl.convert_layout(weights_f.to(dtype), operand)
-                # A wait that the assembler cannot move the next one across: without it P.V is waited for before the softmax.
+                # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
+                # softmax.
                 mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < blocks)
                 out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
                 mbarrier.arrive(v_empty.index(vs), count=1)
                 vs, vp = advance(vs, vp, STAGES)
-                factor = gl.convert_layout(rescale, gl.SliceLayout(1, mmo))[:, None]
-                out = _rescale(out, factor.broadcast_to((64, D)), D)
+                of_out = gl.convert_layout(factor, gl.SliceLayout(1, mmo))[:, None]
+                out = rescale(out, of_out.broadcast_to((64, D)), D)
                 weights = weights_n
             # The item's last product with values beside the next item's first with keys.
             mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
@@ -410,14 +263,14 @@ def _consumer(
             mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
             following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
-            _turn_wait(WHO)
+            turn_wait(WHO)
             scores_t = warpgroup_mma(
                 following, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero,
                 use_acc=False, is_async=True,
             )  # fmt: skip
             mbarrier.wait(v_full.index(vs), vp)
             out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
-            _turn_pass(WHO)
+            turn_pass(WHO)
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
             ks, kp = advance(ks, kp, STAGES)
@@ -435,16 +288,31 @@ def _consumer(
             head = item % heads
             first = row + WHO * 64
             if STORE_LSE:
-                _store_lse(lse_ptr, permutation_ptr, row_max + gl.log2(whole_sum), first, end, head, heads, seeds, mma, PERMUTED)
+                store_lse(
+                    lse_ptr,
+                    permutation_ptr,
+                    row_max + gl.log2(whole_sum),
+                    first,
+                    end,
+                    head,
+                    heads,
+                    seeds,
+                    mma,
+                    PERMUTED,
+                )
             if GATHER:
-                store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+                store_rows(
+                    out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED
+                )
             else:
                 if first + 64 <= end:
                     o_buf.reshape([64, D]).store(out_16)
                     fence_async_shared()
                     tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
                 else:
-                    store_rows(out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+                    store_rows(
+                        out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED
+                    )
             row = next_row + 0
             end = next_end + 0
             keys = next_keys + 0
@@ -468,11 +336,13 @@ def attention_forward(
     GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`, natural.
+    """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`,
+    natural.
 
-    Descriptors: q and o `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by KEYS rows (U = 1 when jagged). With GATHER the
-    query rows are copied one by one from `q_ptr`, through the permutation and with any strides, and q_desc is not read.
-    `qk_scale` is scale * log2(e), and must be positive. D is the padded head size; columns from HEAD_SIZE on read as zeros.
+    Descriptors: q and o `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by KEYS rows (U = 1 when jagged). With GATHER
+    the query rows are copied one by one from `q_ptr`, through the permutation and with any strides, and q_desc is not
+    read. `qk_scale` is scale * log2(e), and must be positive. D is the padded head size; columns from HEAD_SIZE on read
+    as zeros.
     """
     dtype: gl.constexpr = k_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
@@ -521,7 +391,8 @@ def attention_forward(
             (
                 _producer,
                 (
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed, places,
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, landed, places,
                     table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
                     KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED,
                 ),

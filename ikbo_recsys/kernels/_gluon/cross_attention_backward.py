@@ -2,10 +2,11 @@
 
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
-A block owns 128 keys of one user and one key head: 64 for each of two consumers, whose dk and dv stay in registers while the
-producer streams all of the user's query rows past them, 64 at a time, together with the rows' gradient, log-sum-exp and delta.
-No atomics, and a fixed order of summation. Scores are computed transposed, `[64 keys, 64 rows]`: p and ds are then the left
-operands of `dv += p g` and `dk += ds q` as they come out of the matmul, and rows of keys that do not exist harm only themselves.
+A block owns 128 keys of one user and one key head: 64 for each of two consumers, whose dk and dv stay in registers
+while the producer streams all of the user's query rows past them, 64 at a time, together with the rows' gradient,
+log-sum-exp and delta. No atomics, and a fixed order of summation. Scores are computed transposed, `[64 keys, 64 rows]`:
+p and ds are then the left operands of `dv += p g` and `dk += ds q` as they come out of the matmul, and rows of keys
+that do not exist harm only themselves.
 """
 
 from triton.experimental import gluon
@@ -17,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ikbo_recsys.kernels._gluon._attention_parts import advance, row_places, whole_row, zero_rows
 from ikbo_recsys.kernels._gluon._compat import tma_load
-from ikbo_recsys.kernels._gluon.cross_attention import advance, read_tile, row_places, store_rows, whole_row, zero_rows
 
 CONSUMER_KEYS = 64
 BLOCK_KEYS = 2 * CONSUMER_KEYS
@@ -32,7 +33,8 @@ def _clamped(pointer, position, upper):
 
 @gluon.jit
 def _key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
-    """`(user, user's first key row, block's first row, rows to write, rows that count)`, the last three relative to the second.
+    """`(user, user's first key row, block's first row, rows to write, rows that count)`, the last three relative to the
+    second.
 
     The slots of jagged keys are those of `tile_of_slot` in `_triton/schedule.py`.
     """
@@ -110,7 +112,9 @@ def _rows_producer(
 
 
 @gluon.jit
-def _store(out_ptr, acc, first_row, key, valid, written, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr, layout: gl.constexpr):
+def _store(
+    out_ptr, acc, first_row, key, valid, written, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr, layout: gl.constexpr
+):
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     acc = gl.where(valid[:, None], acc, 0.0)
     pointers = out_ptr + (first_row + key.to(gl.int64)) * stride
@@ -140,7 +144,9 @@ def _keys_consumer(
         value = v_bufs.index(WHO).reshape([64, D])
         mbarrier.wait(history, 0)
         mbarrier.wait(full.index(0), 0)
-        scores_t = warpgroup_mma(key, q_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores_t = warpgroup_mma(
+            key, q_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for step in range(total):
             query = q_bufs.index(stage).reshape([64, D])
@@ -186,19 +192,21 @@ def attention_backward_key_value(
 ):  # fmt: skip
     """Write dk and dv, contiguous in the shape of k and v.
 
-    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1 when
-    jagged). lse and delta are contiguous `[N, H]`. Grid: blocks of 128 keys times key heads, heads fastest. With PERMUTED,
-    64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
+    when jagged). lse and delta are contiguous `[N, H]`. Grid: blocks of 128 keys times key heads, heads fastest. With
+    PERMUTED, 64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
     """
     dtype: gl.constexpr = k_desc.dtype
     key_heads = heads // group
     key_head = gl.program_id(0) % key_heads
-    user, first_key, first, rows_out, keys = _key_block(kv_ptr, gl.program_id(0) // key_heads, num_users, capacity, KV_LAYOUT)
+    user, first_key, first, rows_out, keys = _key_block(
+        kv_ptr, gl.program_id(0) // key_heads, num_users, capacity, KV_LAYOUT
+    )
     # Slots without keys do nothing; blocks of nothing but padding write zeros.
     start = _clamped(offsets_ptr, user, num_cands) * seeds
     end = _clamped(offsets_ptr, user + 1, num_cands) * seeds
     end = gl.where(first < keys, end, start)
-    if KV_LAYOUT == 2:
+    if KV_LAYOUT == 2:  # noqa: SIM108, only one of the two is compiled
         out_row = first_key.to(gl.int64)
     else:
         out_row = user.to(gl.int64) * capacity
@@ -225,7 +233,8 @@ def attention_backward_key_value(
                 _keys_consumer,
                 (
                     0, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale,
+                    scale,
                     D, HEAD_SIZE, STAGES,
                 ),
             ),
@@ -233,15 +242,18 @@ def attention_backward_key_value(
                 _keys_consumer,
                 (
                     1, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale,
+                    scale,
                     D, HEAD_SIZE, STAGES,
                 ),
             ),
             (
                 _rows_producer,
                 (
-                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty, landed,
-                    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
+                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
+                    landed,
+                    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group,
+                    seeds,
                     D, STAGES, KV_LAYOUT == 2, PERMUTED,
                 ),
             ),

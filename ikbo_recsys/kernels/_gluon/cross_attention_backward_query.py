@@ -2,9 +2,9 @@
 
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
-The mirror image of `cross_attention_backward.py`: a consumer owns 64 query rows, whose dq stays in registers while the producer
-streams the user's keys and values past them, 64 at a time, from the last block to the first. It walks the tile table of the
-forward kernel. The first scores of an item are computed behind the last product of the one before.
+The mirror image of `cross_attention_backward.py`: a consumer owns 64 query rows, whose dq stays in registers while the
+producer streams the user's keys and values past them, 64 at a time, from the last block to the first. It walks the tile
+table of the forward kernel. The first scores of an item are computed behind the last product of the one before.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ikbo_recsys.kernels._gluon._attention_parts import advance, read_tile, row_places, store_rows, whole_row, zero_rows
 from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
-from ikbo_recsys.kernels._gluon.cross_attention import advance, read_tile, row_places, store_rows, whole_row, zero_rows
 
 BLOCK_KEYS = 64
 
@@ -63,7 +63,8 @@ def _keys_producer(
             if first + 64 <= keys:
                 _load_history(k_desc, v_desc, k_buf, v_buf, full.index(stage), where, first, head // group, D, JAGGED)
             else:
-                # Keys behind the user's last get ds = 0, but 0 * NaN is NaN. Their values only meet ds, which is selected.
+                # Keys behind the user's last get ds = 0, but 0 * NaN is NaN. Their values only meet ds, which is
+                # selected.
                 _load_history(k_desc, v_desc, k_buf, v_buf, landed, where, first, head // group, D, JAGGED)
                 mbarrier.wait(landed, tail_phase)
                 tail_phase ^= 1
@@ -111,7 +112,8 @@ def _rows_consumer(
         mbarrier.wait(q_full.index(WHO), 0)
         mbarrier.wait(full.index(0), 0)
         scores_t = warpgroup_mma(
-            q_bufs.index(WHO).reshape([64, D]), k_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+            q_bufs.index(WHO).reshape([64, D]), k_bufs.index(0).reshape([64, D]).permute((1, 0)), zero,
+            use_acc=False, is_async=True
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for item in range(gl.program_id(0), items, step):
@@ -119,7 +121,8 @@ def _rows_consumer(
             following = gl.where(more, item + step, item)
             next_row, next_end, _w, next_keys = read_tile(table_ptr, following, heads)
             next_lse2, next_delta = _row_facts(
-                lse_ptr, delta_ptr, permutation_ptr, next_row + WHO * 64, next_end, following % heads, heads, seeds, mma, PERMUTED
+                lse_ptr, delta_ptr, permutation_ptr, next_row + WHO * 64, next_end, following % heads, heads, seeds,
+                mma, PERMUTED
             )  # fmt: skip
             next_qs, next_qp = advance(qs + 0, qp + 0, 2)
             grad = g_bufs.index(qs * 2 + WHO).reshape([64, D])
@@ -153,7 +156,8 @@ def _rows_consumer(
                 phase = next_phase
             mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
             store_rows(
-                dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds, wide, D,
+                dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds,
+                wide, D,
                 HEAD_SIZE, PERMUTED,
             )  # fmt: skip
             qs = next_qs
@@ -170,14 +174,15 @@ SIZES = ["permutation_ptr", "heads", "group", "seeds"]
 
 @gluon.jit(do_not_specialize=SIZES)
 def attention_backward_query(
-    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads,
+    group, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dq, contiguous `[N, H, D]`.
 
-    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1 when
-    jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
+    when jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
     """
     dtype: gl.constexpr = k_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
@@ -220,7 +225,8 @@ def attention_backward_query(
             (
                 _keys_producer,
                 (
-                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty, landed,
+                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
+                    landed,
                     table_ptr, items, permutation_ptr, heads, group, seeds, D, STAGES, JAGGED, PERMUTED,
                 ),
             ),

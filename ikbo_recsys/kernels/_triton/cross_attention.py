@@ -56,7 +56,8 @@ def _attend(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys: the online softmax step. Scores are kept in units of log2, so that exp2 needs no further factor."""
+    """One block of keys: the online softmax step. Scores are kept in units of log2, so that exp2 needs no further
+    factor."""
     valid = tl.arange(0, KEYS) < keys_left
     key = load_tile(k_rows, valid, HEAD_SIZE, BLOCK_D, MASKED)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -109,9 +110,11 @@ def attention_forward(
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`out[b, s, h] = softmax(q k^T * scale) v`; out and lse are contiguous `[B, S, H, D]` and `[B, S, H]`, lse natural.
+    """`out[b, s, h] = softmax(q k^T * scale) v`; out and lse are contiguous `[B, S, H, D]` and `[B, S, H]`, lse
+    natural.
 
-    QK_SCALE is scale * log2(e). Heads vary fastest over the grid, so that programs which run together share rows of keys.
+    QK_SCALE is scale * log2(e). Heads vary fastest over the grid, so that programs which run together share rows of
+    keys.
     """
     head = tl.program_id(0) % HEADS
     user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)

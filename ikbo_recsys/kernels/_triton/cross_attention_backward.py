@@ -87,7 +87,8 @@ def attention_backward_query(
     NEED_DQ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write delta `[B, S, H]`, and dq `[B, S, H, D]` if NEED_DQ. `out`, `lse`, `delta`, `dq` are contiguous; the rest strided."""
+    """Write delta `[B, S, H]`, and dq `[B, S, H, D]` if NEED_DQ. `out`, `lse`, `delta`, `dq` are contiguous; the
+    rest strided."""
     head = tl.program_id(0) % HEADS
     user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
     if start >= end:

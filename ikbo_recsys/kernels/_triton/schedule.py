@@ -1,16 +1,17 @@
 """The tile schedule of target attention: which query rows a program takes, decided on the device.
 
-The query rows of one user are adjacent once candidates are grouped (or looked up through a permutation that groups them), so
-a tile of `ROWS` rows packs several candidates of one user, whatever the number of seeds. How many tiles a user has is data;
-the grid may only depend on shapes. Two ways around that:
+The query rows of one user are adjacent once candidates are grouped (or looked up through a permutation that groups
+them), so a tile of `ROWS` rows packs several candidates of one user, whatever the number of seeds. How many tiles a
+user has is data; the grid may only depend on shapes. Two ways around that:
 
-- `tile_of_slot` needs no table. User u owns the slots from `offsets[u] * seeds // ROWS + u` on. These are disjoint, since
-  `floor(end / R) - floor(start / R) + 1 >= ceil((end - start) / R)`, and a program finds its user by bisection. At most U of
-  the `B * seeds // ROWS + U` slots are empty and their programs leave at once.
-- `fill_tile_table` writes a dense table, longest histories first, for the persistent kernel: it walks the table with a fixed
-  stride, and empty or badly ordered entries would leave some multiprocessors idle.
+- `tile_of_slot` needs no table. User u owns the slots from `offsets[u] * seeds // ROWS + u` on. These are disjoint,
+  since `floor(end / R) - floor(start / R) + 1 >= ceil((end - start) / R)`, and a program finds its user by bisection.
+  At most U of the `B * seeds // ROWS + U` slots are empty and their programs leave at once.
+- `fill_tile_table` writes a dense table, longest histories first, for the persistent kernel: it walks the table with a
+  fixed stride, and empty or badly ordered entries would leave some multiprocessors idle.
 
-Rows are *packed rows*: candidate place in grouped order * seeds + seed. Letters: U users, B candidates, R rows per tile.
+Rows are *packed rows*: candidate place in grouped order * seeds + seed. Letters: U users, B candidates, R rows per
+tile.
 """
 
 import triton
@@ -18,7 +19,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 TILE_FIELDS = 4
-"""int32 entries per tile: first packed row, end of the user's packed rows, first key row (jagged) or user (padded), key rows."""
+"""int32 entries per tile: first packed row, end of the user's packed rows, first key row (jagged) or user (padded),
+key rows."""
 
 
 @triton.jit
@@ -47,7 +49,8 @@ def tile_of_slot(offsets_ptr, slot, num_users, num_items, scale, ROWS: tl.conste
 def key_range(kv_ptr, user, capacity, KV_LAYOUT: tl.constexpr):
     """`(first row, row count)` of a user's history; the first row is 0 in padded layouts.
 
-    KV_LAYOUT: 0 padded and full, 1 padded with lengths, 2 jagged with offsets. `capacity` is T, or the rows of all users.
+    KV_LAYOUT: 0 padded and full, 1 padded with lengths, 2 jagged with offsets. `capacity` is T, or the rows of all
+    users.
     """
     if KV_LAYOUT == 0:
         return 0, capacity
@@ -100,9 +103,10 @@ def fill_tile_table(
 ):
     """Write the tiles of BLOCK users per program, and into the table's first entry how many tiles there are in all.
 
-    A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller number): each
-    program sums those over all users, BLOCK x BLOCK comparisons at a time, so no program waits for another.
-    With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
+    A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller
+    number): each program sums those over all users, BLOCK x BLOCK comparisons at a time, so no program waits for
+    another. With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by
+    itself.
     """
     if CHAINED:
         gdc_launch_dependents()

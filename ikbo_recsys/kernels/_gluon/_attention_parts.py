@@ -1,0 +1,181 @@
+"""What the attention kernels for Hopper share: turns, rings, tiles, rows in and out. Device code only.
+
+Letters: N packed query rows (candidates * seeds), H query heads, D head size.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+
+def _rescale_assembly(registers: int) -> tuple[str, str]:
+    """Multiply `registers` accumulator registers by their row's factor, unless the whole warp's factors are 1.
+
+    A row of the accumulator lies in every other pair of registers, so two factors cover a thread.
+    """
+    out = [f"${i}" for i in range(registers)]
+    factor = [f"${2 * registers + i}" for i in range(registers)]
+    multiply = " ".join(f"mul.f32 {o}, {o}, {f};" for o, f in zip(out, factor, strict=True))
+    body = (
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.f32 q, {factor[2]}, 0f3F800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; "
+        f"{multiply} SKIP: }}"
+    )
+    constraints = ["=f"] * registers + [str(i) for i in range(registers)] + ["f"] * registers
+    return body, ",".join(constraints)
+
+
+RESCALE_32 = gl.constexpr(_rescale_assembly(32)[0])
+RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_assembly(32)[1])
+RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
+RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
+
+
+@gluon.jit
+def rescale(acc, factor, D: gl.constexpr):
+    """`acc * factor` for an accumulator `[64, D]` and a factor of its layout, skipped where it changes nothing."""
+    if D == 64:
+        return gl.inline_asm_elementwise(
+            RESCALE_32, RESCALE_32_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            RESCALE_64, RESCALE_64_CONSTRAINTS, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
+        )
+
+
+@gluon.jit
+def turn_wait(WHO: gl.constexpr):
+    if WHO == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def turn_pass(WHO: gl.constexpr):
+    if WHO == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def read_tile(table_ptr, item, heads):
+    """First row, end of the user's rows, where the user's keys are, and how many, of an item."""
+    entry = table_ptr + (1 + item // heads) * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def row_places(permutation_ptr, rows, valid, seeds, PERMUTED: gl.constexpr):
+    """Where packed rows lie among the rows of a contiguous `[B, S, ...]`."""
+    if PERMUTED:
+        cand = rows // seeds
+        rows = gl.load(permutation_ptr + cand, mask=valid, other=0).to(gl.int32) * seeds + rows - cand * seeds
+    return rows
+
+
+@gluon.jit
+def whole_row(permutation_ptr, row, end, seeds, PERMUTED: gl.constexpr):
+    """Where 64 packed rows of one candidate begin in the query and in the output."""
+    if PERMUTED:
+        cand = row // seeds
+        row = gl.load(permutation_ptr + cand, mask=row < end, other=0).to(gl.int32) * seeds + row - cand * seeds
+    return row
+
+
+@gluon.jit
+def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
+    """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(ROWS // 8):
+        if first < i * 8 + 8:
+            piece = block.slice(i * 8, 8, dim=0)
+            values = piece.load(layout)
+            piece.store(gl.where((rows + i * 8 < first)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _gather_query(q_ptr, places, buf, row, end, head, stride_qh, D: gl.constexpr, HEAD_SIZE: gl.constexpr):
+    """Start copying 64 query rows from where `places` says they lie, 8 rows at a time; zeros from `end` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    tile = buf.reshape([64, D])
+    for i in gl.static_range(8):
+        rows = row + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+        place = places.slice(i * 8, 8, dim=0).load(gl.SliceLayout(1, layout))
+        pointers = q_ptr + (place + head * stride_qh).to(gl.int64) * 8
+        mask = (rows < end)[:, None] & (columns < HEAD_SIZE)[None, :]
+        async_copy.async_copy_global_to_shared(
+            tile.slice(i * 8, 8, dim=0), pointers[:, None] + columns[None, :], mask=mask
+        )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def gather_item(
+    table_ptr, item, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, stride_qb,
+    stride_qs, stride_qh,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Start copying the query rows of both consumers for an item. Strides are in units of 8 elements."""
+    row, end, _where, _keys = read_tile(table_ptr, item, heads)
+    # All the look-ups at once, through shared memory: piece by piece each would wait for memory in its turn.
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    rows = row + gl.arange(0, 128, layout=layout)
+    cand = rows // seeds
+    seed = rows - cand * seeds
+    if PERMUTED:
+        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
+    places.store(cand * stride_qb + seed * stride_qs)
+    for i in gl.static_range(2):
+        mbarrier.wait(q_empty.index(stage * 2 + i), phase ^ 1)
+        _gather_query(
+            q_ptr, places.slice(i * 64, 64, dim=0), q_bufs.index(stage * 2 + i), row + i * 64, end, item % heads,
+            stride_qh,
+            D, HEAD_SIZE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def store_rows(
+    out_ptr, permutation_ptr, out, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Store the rows before `end` of 64 output rows, each to where its candidate lies."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
+    valid = rows < end
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
+    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
+    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+    gl.store(pointers[:, None] + columns[None, :], out, mask=mask)
+
+
+@gluon.jit
+def store_lse(lse_ptr, permutation_ptr, lse2, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr):
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    valid = rows < end
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
+    gl.store(lse_ptr + rows.to(gl.int64) * heads + head, lse2 * 0.6931471805599453, mask=valid)
