@@ -1,6 +1,6 @@
 """Latency and peak memory of a ranking model's dense part against the same model that copies users.
 
-Both are exported and packaged in the same way. The model is of a realistic size and has random weights: 21 user
+Both are exported and packaged in the same way. The model is of a realistic size and has random weights: 32 user
 features, a history of 200 items and 8 candidate features, all of size 64.
 """
 
@@ -21,10 +21,11 @@ from broadcast_twin import BroadcastTwin
 from matplotlib import pyplot as plt
 from tqdm import tqdm
 
+from ikbo_recsys import CandidateIndex
 from ikbo_recsys.export import export, package
 from ikbo_recsys.models import IKBOSequenceRankerDense
 
-DENSE_IN, USER_FEATURES, CANDIDATE_FEATURES, DIM, HISTORY = 13, 20, 8, 64, 200
+DENSE_IN, USER_FEATURES, CANDIDATE_FEATURES, DIM, HISTORY = 13, 31, 8, 64, 200
 SIZES = {
     "dense_in_features": DENSE_IN,
     "user_features": USER_FEATURES,
@@ -34,13 +35,14 @@ SIZES = {
 }
 NAMES = ("broadcast", "ikbo")
 RATIOS = (1, 8, 64, 512, 1682)
+USERS_AT_RATIO_1 = 256
 THREADS = 2
 
 
 def make_inputs(ratio):
-    """One user with `ratio` candidates; 64 users with one candidate each for a ratio of 1."""
+    """One user with `ratio` candidates; many users with one candidate each for a ratio of 1."""
     torch.manual_seed(0)
-    users = 64 if ratio == 1 else 1
+    users = USERS_AT_RATIO_1 if ratio == 1 else 1
     return (
         torch.randn(users, DENSE_IN),
         torch.randn(users, USER_FEATURES, DIM),
@@ -61,10 +63,11 @@ def make_packages():
     twin = BroadcastTwin(**SIZES).eval()
     twin.load_state_dict(ours.state_dict())
     movielens.OUT.mkdir(parents=True, exist_ok=True)
-    for name, model in zip(NAMES, (twin, ours), strict=True):
-        # Three users: from these shapes `export` can tell which size is which.
-        inputs = tuple(torch.cat([x] * 3) for x in make_inputs(8))
-        package(export(model, inputs), package_path(name))
+    *inputs, to_user = make_inputs(8)
+    package(export(twin, (*inputs, to_user)), package_path("broadcast"))
+    # The candidates of a request come one user after the other: `grouped` saves the program a sort.
+    index = CandidateIndex.from_user_ids(to_user, num_users=1, grouped=True)
+    package(export(ours, (*inputs, index), grouped=True), package_path("ikbo"))
 
 
 def keep_freed_memory():
@@ -106,23 +109,26 @@ def measure_peak(name, ratio):
 def plot(latency, peak):
     colors = {"broadcast": "tab:orange", "ikbo": "tab:blue"}
     labels = {"broadcast": "users copied per candidate", "ikbo": "ikbo_recsys"}
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8))
     for axis, values, unit in zip(axes, (latency, peak), ("latency (ms)", "peak memory (MB)"), strict=True):
-        ratios = list(values)
+        places = range(len(values))
         for name in NAMES:
-            line = [max(values[ratio][name], 0.01) for ratio in ratios]
-            axis.plot(range(len(ratios)), line, marker="o", color=colors[name], label=labels[name], linewidth=2)
-        for place, ratio in enumerate(ratios):
-            gain = values[ratio]["broadcast"] / max(values[ratio]["ikbo"], 0.01)
-            height = max(values[ratio].values())
-            axis.annotate(f"{gain:.1f}x", (place, height), (0, 8), textcoords="offset points", ha="center")
-        axis.set(yscale="log", xlabel="candidates per user", ylabel=unit)
-        axis.set_xticks(range(len(ratios)), [f"{ratio}\n(64 users)" if ratio == "1" else ratio for ratio in ratios])
+            line = [of_ratio[name] for of_ratio in values.values()]
+            # The ratio of 1 is a batch of many users: another kind of request, so no line leads to it.
+            first = 1 if "1" in values else 0
+            axis.plot(places[first:], line[first:], marker="o", color=colors[name], label=labels[name], linewidth=2)
+            axis.plot(places[:first], line[:first], marker="o", color=colors[name])
+        for place, of_ratio in zip(places, values.values(), strict=True):
+            gain = f"{of_ratio['broadcast'] / of_ratio['ikbo']:.1f}x"
+            axis.annotate(gain, (place, max(of_ratio.values())), (0, 9), textcoords="offset points", ha="center")
+        ticks = [f"1\n({USERS_AT_RATIO_1} users)" if ratio == "1" else ratio for ratio in values]
+        axis.set_xticks(places, ticks)
+        axis.set(yscale="log", xlabel="candidates per user", title=unit)
         axis.margins(y=0.15)
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.93))
-    figure.suptitle(f"One ranking request on {THREADS} CPU threads: lower is better")
+    axes[1].legend(frameon=False, loc="lower right")
+    figure.suptitle(f"A ranking request on {THREADS} CPU threads: lower is better")
     figure.tight_layout()
     figure.savefig(movielens.OUT / "latency.png", dpi=120)
 
