@@ -96,7 +96,7 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "how"), CASES)
 def test_forward_and_backward(sizes: tuple, how: dict, dtype: torch.dtype) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
-    from ikbo_recsys.kernels._attention_paths import _backward
+    from ikbo_recsys.kernels._attention_paths import backward
 
     problem, wide, to_user, lengths, valid = _problem(*sizes, **how, dtype=dtype)
     expected = gradients(lambda q, k, v: twins.cross_attention(q, k, v, to_user, lengths, problem.scale), *wide)
@@ -105,7 +105,7 @@ def test_forward_and_backward(sizes: tuple, how: dict, dtype: torch.dtype) -> No
     inputs = [x.detach().requires_grad_() for x in wide]
     twin = twins.cross_attention(*inputs, to_user, lengths, problem.scale)
     expected = torch.autograd.grad(twin, inputs, grad.double())
-    dq, dk, dv = _backward(problem, out, lse, grad, (True, True, True), "triton")
+    dq, dk, dv = backward(problem, out, lse, grad, (True, True, True), "triton")
     if problem.layout == JAGGED:
         expected = (expected[0], expected[1][valid], expected[2][valid])
     tolerance = TOLERANCE[dtype]
@@ -132,13 +132,13 @@ def _check_lse(problem: object, lse: Tensor, wide: list[Tensor], to_user: Tensor
 )
 def test_only_the_gradients_asked_for(needs: tuple[bool, bool, bool]) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
-    from ikbo_recsys.kernels._attention_paths import _backward
+    from ikbo_recsys.kernels._attention_paths import backward
 
     problem, *_ = _problem(3, 7, 2, 19, (2, 1), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
     out, lse = launch.forward(problem, True)
     grad = torch.randn_like(out)
-    everything = _backward(problem, out, lse, grad, (True, True, True), "triton")
-    some = _backward(problem, out, lse, grad, needs, "triton")
+    everything = backward(problem, out, lse, grad, (True, True, True), "triton")
+    some = backward(problem, out, lse, grad, needs, "triton")
     for need, got, expected in zip(needs, some, everything, strict=True):
         assert (got is not None) == need
         if need:

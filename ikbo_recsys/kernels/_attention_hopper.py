@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, row_slots
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard
 from ikbo_recsys.kernels._plan import Launch
@@ -256,85 +256,67 @@ def backward_refusal(problem: Problem, grad: Tensor) -> str | None:
 
 def fills_the_gpu(problem: Problem) -> bool:
     """Whether blocks of keys are enough without splitting the query rows, which only the portable kernel does."""
-    return _key_slots(problem) * problem.key.shape[-2] >= _FEWEST_BLOCKS
+    return key_slots(problem, _BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
 
 
-def _key_slots(problem: Problem) -> int:
-    if problem.layout == JAGGED:
-        return problem.capacity // _BLOCK_KEYS + problem.num_users
-    return problem.num_users * cdiv(problem.capacity, _BLOCK_KEYS)
+class Backward:
+    """The launches for dq and for dk and dv, for problems and gradients that differ from these in their addresses
+    only."""
 
+    def __init__(self, problem: Problem, grad: Tensor) -> None:
+        from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
+        from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
 
-def _backward_operands(problem: Problem, grad: Tensor, padded: int) -> tuple[list[_Descriptor], list[tuple[int, ...]]]:
-    """Descriptors of query, gradient, key and value, and their blocks."""
-    rows, keys = _boxes(padded, _BOX_ROWS)
-    views = [_View.of_rows(x) for x in (problem.query, grad)]
-    views += [_View.of_history(x, problem.layout) for x in (problem.key, problem.value)]
-    tensors = (problem.query, grad, problem.key, problem.value)
-    return [view.of(x) for view, x in zip(views, tensors, strict=True)], [rows, rows, keys, keys]
-
-
-def backward_query(problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> Tensor:
-    """dq, contiguous."""
-    from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
-
-    query = problem.query
-    heads, head_size = query.shape[2:]
-    padded = 64 if head_size <= 64 else 128
-    tile = _BACKWARD_QUERY_TILES[padded]
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    descriptors, blocks = _backward_operands(problem, grad, padded)
-    launch = Launch(
-        attention_backward_query,
-        problem.index_key(),
-        min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
-        {
-            "D": padded,
-            "HEAD_SIZE": head_size,
-            "STAGES": tile.stages,
-            "JAGGED": problem.layout == JAGGED,
-            "PERMUTED": problem.permutation is not None,
-            **tile.registers(),
-        },
-        num_warps=4,
-    )
-    with device_guard(query):
-        rest = (
-            *(lse, delta, dq, _shared_table(problem), problem.index_pointers()[1]),
-            *(problem.scale * _LOG2_E, problem.scale, heads, problem.group, query.shape[1]),
+        query, key = problem.query, problem.key
+        heads, head_size = query.shape[2:]
+        padded = 64 if head_size <= 64 else 128
+        self._rows = [_View.of_rows(x) for x in (query, grad)]
+        self._history = [_View.of_history(x, problem.layout) for x in (key, problem.value)]
+        self._boxes = _boxes(padded, _BOX_ROWS)
+        self._sizes = problem.sizes()
+        self._numbers = (heads, problem.group, problem.scale * _LOG2_E, problem.scale)
+        common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
+        tile = _BACKWARD_QUERY_TILES[padded]
+        self._launch_query = Launch(
+            attention_backward_query,
+            problem.index_key(),
+            min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
+            {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
+            num_warps=4,
         )
-        launch((*descriptors, *rest), lambda: _checked(descriptors, blocks, rest))
-    return dq
+        tile = _BACKWARD_TILES[padded]
+        self._launch_key_value = Launch(
+            attention_backward_key_value,
+            problem.index_key(),
+            key_slots(problem, _BLOCK_KEYS) * key.shape[-2],
+            {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
+            num_warps=4,
+        )
 
+    def query(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> Tensor:
+        """dq, contiguous."""
+        query = problem.query
+        heads, group, qk_scale, scale = self._numbers
+        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        with device_guard(query):
+            pointers = (lse, delta, dq, _shared_table(problem), problem.index_pointers()[1])
+            self._run(self._launch_query, problem, grad, (*pointers, qk_scale, scale, heads, group, query.shape[1]))
+        return dq
 
-def backward_key_value(problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv, contiguous."""
-    from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
+    def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv, contiguous."""
+        key = problem.key
+        dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        with device_guard(key):
+            pointers = (lse, delta, dk, dv, *problem.index_pointers())
+            self._run(self._launch_key_value, problem, grad, (*pointers, *self._sizes, *self._numbers))
+        return dk, dv
 
-    query, key = problem.query, problem.key
-    heads, head_size = query.shape[2:]
-    padded = 64 if head_size <= 64 else 128
-    tile = _BACKWARD_TILES[padded]
-    dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
-    descriptors, blocks = _backward_operands(problem, grad, padded)
-    launch = Launch(
-        attention_backward_key_value,
-        problem.index_key(),
-        _key_slots(problem) * key.shape[-2],
-        {
-            "D": padded,
-            "HEAD_SIZE": head_size,
-            "STAGES": tile.stages,
-            "KV_LAYOUT": problem.layout,
-            "PERMUTED": problem.permutation is not None,
-            **tile.registers(),
-        },
-        num_warps=4,
-    )
-    rest = (
-        *(lse, delta, dk, dv, *problem.index_pointers(), *problem.sizes()),
-        *(heads, problem.group, problem.scale * _LOG2_E, problem.scale),
-    )
-    with device_guard(query):
-        launch((*descriptors, *rest), lambda: _checked(descriptors, blocks, rest))
-    return dk, dv
+    def _run(self, launch: Launch, problem: Problem, grad: Tensor, rest: tuple[Any, ...]) -> None:
+        (q_view, g_view), (k_view, v_view) = self._rows, self._history
+        descriptors = (
+            *(q_view.of(problem.query), g_view.of(grad)),
+            *(k_view.of(problem.key), v_view.of(problem.value)),
+        )
+        rows, keys = self._boxes
+        launch((*descriptors, *rest), lambda: _checked(descriptors, (rows, rows, keys, keys), rest))

@@ -230,64 +230,85 @@ def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
     return Forward(problem, store_lse)(problem)
 
 
-def backward_query(
-    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, need: bool
-) -> tuple[Tensor | None, Tensor]:
-    """dq (None unless needed) and delta, `[B, S, H]`; innermost stride of `grad` is 1."""
-    from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_query
+class BackwardQuery:
+    """The launch for delta and dq, for problems and gradients that differ from these in their addresses only."""
 
-    query = problem.query
-    delta = torch.empty_like(lse)
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device) if need else None
-    tile = problem.tile(_BACKWARD_QUERY_16BIT, _BACKWARD_32BIT)
-    launch = Launch(
-        attention_backward_query,
-        problem.launch_key(grad),
-        row_slots(problem, tile.rows) * query.shape[2],
-        problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
-    with device_guard(query):
-        launch((*pointers, *problem.index_pointers(), *problem.sizes(), *_strides(problem, grad)))
-    return dq, delta
+    def __init__(self, problem: Problem, grad: Tensor, need: bool) -> None:
+        from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_query
+
+        tile = problem.tile(_BACKWARD_QUERY_16BIT, _BACKWARD_32BIT)
+        self._need = need
+        self._numbers = (*problem.sizes(), *_strides(problem, grad))
+        self._launch = Launch(
+            attention_backward_query,
+            problem.launch_key(grad),
+            row_slots(problem, tile.rows) * problem.query.shape[2],
+            problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def __call__(self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        """dq (None unless needed) and delta, `[B, S, H]`; the innermost stride of `grad` is 1."""
+        query = problem.query
+        delta = torch.empty_like(lse)
+        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device) if self._need else None
+        pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
+        with device_guard(query):
+            self._launch((*pointers, *problem.index_pointers(), *self._numbers))
+        return dq, delta
 
 
-def backward_key_value(
-    problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor, need_dk: bool, need_dv: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """dk and dv, contiguous, None where not needed."""
-    from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_key_value
+class BackwardKeyValue:
+    """The launch for dk and dv, for problems and gradients that differ from these in their addresses only."""
 
-    if not (need_dk or need_dv):
-        return None, None
-    key = problem.key
-    tile = problem.tile(_BACKWARD_KEY_VALUE_16BIT, _BACKWARD_32BIT)
+    def __init__(self, problem: Problem, grad: Tensor, need_dk: bool, need_dv: bool) -> None:
+        from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_key_value
+
+        key = problem.key
+        tile = problem.tile(_BACKWARD_KEY_VALUE_16BIT, _BACKWARD_32BIT)
+        slots = key_slots(problem, tile.keys)
+        self._splits = _splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
+        self._needs = (need_dk, need_dv)
+        self._numbers = (*problem.sizes(), key.numel(), *_strides(problem, grad))
+        self._launch = Launch(
+            attention_backward_key_value,
+            (*problem.launch_key(grad), is_traced() or key.numel() < 2**31),
+            slots * key.shape[-2] * self._splits,
+            problem.constants(
+                **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": self._splits},
+                **{"NEED_DK": need_dk, "NEED_DV": need_dv},
+            ),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def __call__(
+        self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dk and dv, contiguous, None where not needed."""
+        key, splits = problem.key, self._splits
+        dtype = key.dtype if splits == 1 else torch.float32
+        dk, dv = (
+            torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if need else None for need in self._needs
+        )
+        outputs = (delta if dk is None else dk, delta if dv is None else dv)
+        pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
+        with device_guard(key):
+            self._launch((*pointers, *self._numbers))
+        return self._summed(dk, key.dtype), self._summed(dv, key.dtype)
+
+    def _summed(self, parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if parts is None:
+            return None
+        return parts[0] if self._splits == 1 else parts.sum(0).to(dtype)
+
+
+def key_slots(problem: Problem, keys: int) -> int:
+    """How many blocks of `keys` history rows there can be, over all users."""
     if problem.layout == JAGGED:
-        slots = problem.capacity // tile.keys + problem.num_users
-    else:
-        slots = problem.num_users * cdiv(problem.capacity, tile.keys)
-    splits = _splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
-    dtype = key.dtype if splits == 1 else torch.float32
-    dk, dv = (
-        torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if n else None for n in (need_dk, need_dv)
-    )
-    launch = Launch(
-        attention_backward_key_value,
-        (*problem.launch_key(grad), is_traced() or key.numel() < 2**31),
-        slots * key.shape[-2] * splits,
-        problem.constants(
-            SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, SPLITS=splits, NEED_DK=need_dk, NEED_DV=need_dv
-        ),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    outputs = (delta if dk is None else dk, delta if dv is None else dv)
-    pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
-    with device_guard(key):
-        launch((*pointers, *problem.sizes(), key.numel(), *_strides(problem, grad)))
-    return tuple(None if x is None else x[0] if splits == 1 else x.sum(0).to(key.dtype) for x in (dk, dv))  # type: ignore[return-value]
+        return problem.capacity // keys + problem.num_users
+    return problem.num_users * cdiv(problem.capacity, keys)
 
 
 def _strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:

@@ -98,6 +98,7 @@ class Plan:
     def __init__(self, path: str, num_users: int, layout: int, scale: float) -> None:
         self.path, self.layout, self.scale, self._num_users = path, layout, scale, num_users
         self._forwards: dict[bool, Any] = {}
+        self._backwards: dict[Hashable, Backward] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, to_user: Tensor, offsets: Tensor | None, kv: Tensor | None
@@ -115,6 +116,15 @@ class Plan:
             module = hopper if self.path == "gluon" else portable
             run = self._forwards[store_lse] = module.Forward(problem, store_lse)
         return run(problem)
+
+    def backward(
+        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        facts = (grad.dtype, grad.stride(), grad.data_ptr() & 15, needs)
+        run = self._backwards.get(facts)
+        if run is None:
+            run = self._backwards[facts] = Backward(problem, grad, needs, self.path)
+        return run(problem, out, lse, grad)
 
 
 _MOST_PLANS = 1024
@@ -196,18 +206,43 @@ def attention(
     return plan(query, key, value, to_user, offsets, kv)
 
 
-def _backward(
+class Backward:
+    """The backward launches, for problems and gradients that differ from these in nothing but their addresses."""
+
+    def __init__(self, problem: Problem, grad: Tensor, needs: tuple[bool, bool, bool], path: str) -> None:
+        need_dq, need_dk, need_dv = needs
+        fits = path == "gluon" and hopper.backward_refusal(problem, grad) is None
+        by_hopper = hopper.Backward(problem, grad) if fits else None
+        self._query = by_hopper.query if by_hopper is not None and need_dq else None
+        # The portable kernel for dq computes delta in passing, or delta alone.
+        self._delta = portable.BackwardQuery(problem, grad, need_dq and self._query is None)
+        self._key_value: Any = None
+        if by_hopper is not None and (need_dk or need_dv) and hopper.fills_the_gpu(problem):
+            self._key_value = by_hopper.key_value
+        elif need_dk or need_dv:
+            self._key_value = portable.BackwardKeyValue(problem, grad, need_dk, need_dv)
+
+    def __call__(
+        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dq, delta = self._delta(problem, out, lse, grad)
+        if self._query is not None:
+            dq = self._query(problem, lse, delta, grad)
+        dk, dv = (None, None) if self._key_value is None else self._key_value(problem, lse, delta, grad)
+        return dq, dk, dv
+
+
+def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, needs: tuple[bool, bool, bool], path: str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if grad.stride(-1) != 1:
-        grad = grad.contiguous()
-    is_hopper = path == "gluon" and hopper.backward_refusal(problem, grad) is None
-    dq, delta = portable.backward_query(problem, out, lse, grad, needs[0] and not is_hopper)
-    if is_hopper and needs[0]:
-        dq = hopper.backward_query(problem, lse, delta, grad)
-    if is_hopper and (needs[1] or needs[2]) and hopper.fills_the_gpu(problem):
-        return dq, *hopper.backward_key_value(problem, lse, delta, grad)
-    return dq, *portable.backward_key_value(problem, lse, delta, grad, needs[1], needs[2])
+    """dq, dk and dv, contiguous, None where not needed."""
+    grad = _readable(grad)
+    return Backward(problem, grad, needs, path)(problem, out, lse, grad)
+
+
+def _readable(grad: Tensor) -> Tensor:
+    """With an innermost stride of 1, which gradients of sums do not have."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 class _Attention(torch.autograd.Function):
@@ -236,7 +271,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, offsets, permutation, kv, out, lse = ctx.saved_tensors
         plan = ctx.plan
         problem = Problem(query, key, value, offsets, permutation, kv, plan.layout, plan.scale)
-        return *_backward(problem, out, lse, grad, tuple(ctx.needs_input_grad[:3]), plan.path), *[None] * 4
+        return *plan.backward(problem, out, lse, _readable(grad), tuple(ctx.needs_input_grad[:3])), *[None] * 4
 
 
 # ---- operators for traced graphs -------------------------------------------------------------------------------------
@@ -275,7 +310,7 @@ def cross_attention_portable_backward(
     """dq, dk and dv by the portable kernels."""
     problem = Problem(query, key, value, offsets, permutation, kv, layout, scale)
     with traceable():
-        return _backward(problem, out, lse, grad, (True, True, True), "triton")  # type: ignore[return-value]
+        return backward(problem, out, lse, grad, (True, True, True), "triton")  # type: ignore[return-value]
 
 
 @torch.library.custom_op("ikbo::cross_attention_hopper", mutates_args=())
@@ -311,7 +346,7 @@ def cross_attention_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, by the Hopper kernels where the call at hand fits them."""
     problem = Problem(query, key, value, offsets, permutation, kv, layout, scale)
-    grads = _backward(problem, out, lse, grad, (True, True, True), _path_at_hand(problem))
+    grads = backward(problem, out, lse, grad, (True, True, True), _path_at_hand(problem))
     return grads  # type: ignore[return-value]
 
 
