@@ -31,7 +31,7 @@ SIZES = {
     "user_features": USER_FEATURES,
     "candidate_features": CANDIDATE_FEATURES,
     "embedding_dim": DIM,
-    "over_arch_layer_sizes": (512, 256, 1),
+    "over_arch_layer_sizes": (256, 128, 1),
 }
 NAMES = ("broadcast", "ikbo")
 RATIOS = (1, 8, 64, 512, 1682)
