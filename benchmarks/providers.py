@@ -29,6 +29,7 @@ class Provider:
             it is no candidate for the best rival.
         training: whether the function also runs the backward pass.
         rival: whether "ratio to the best rival" counts it. Our own paths do not count.
+        cases: regular expression on the names of the cases it takes part in: compiling for minutes is for few of them.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Provider:
     whole: bool = True
     training: bool = False
     rival: bool = True
+    cases: str = ".*"
 
 
 def optional_import(module: str, hint: str) -> Any:

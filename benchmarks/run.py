@@ -59,7 +59,7 @@ def _run_case(benchmark: Benchmark, case: Case, dtype_name: str, provider_patter
     expected = benchmark.reference(inputs)
     rows = []
     for provider in benchmark.providers:
-        if re.fullmatch(provider_pattern, provider.name):
+        if re.fullmatch(provider_pattern, provider.name) and re.fullmatch(provider.cases, case.name):
             row = {"case": case.name, "group": case.group, "dtype": dtype_name, "provider": provider.name, **case.sizes}
             row["ours"] = provider.name.startswith("ikbo_recsys")
             rows.append(row | _measure(benchmark, case, dtype, provider, inputs, expected))

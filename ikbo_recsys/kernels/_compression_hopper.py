@@ -21,9 +21,6 @@ WEIGHT_BUFFERS = 28
 """Blocks of 64 x 32 of the weight: what 227 KiB of shared memory have room for beside 6 stages of 32 x 256 and the
 output."""
 
-# A stage of a tail unit loads 16 KiB for one consumer, one of a pair unit 16 to 24 KiB for two.
-_TAIL_COST = 1.15
-
 
 class CandidateSizes(NamedTuple):
     """How `candidate_kernel` divides K and its weight buffers; the names are those of its arguments."""
@@ -55,37 +52,37 @@ def candidate_sizes(features: int, row_tiles: int) -> CandidateSizes:
     return CandidateSizes(steps, resident, ring, tail_resident, buffers)
 
 
-@functools.lru_cache(maxsize=4096)
 def grid(batch: int, row_tiles: int, col_tiles: int, most: int) -> tuple[int, int]:
-    """`(blocks, tail blocks)` of `candidate_kernel`, at most `most`: the division under which the slowest block ends
-    first."""
+    """`(blocks, tail blocks)` of `candidate_kernel`, at most `most` blocks.
+
+    Tail blocks take two candidates while pair blocks take one, so with one tail block for every `row_tiles` blocks
+    all of them go through the batch at the same pace, and a candidate's rows are read from memory once and from L2 by
+    the others. Away from that ratio they drift apart: at 132 blocks and 7 row tiles, 19 tail blocks (rounded up: late
+    ones would end late) took 0.363 ms where 18 took 0.487 and 21 took 0.386 to 0.407 (H200, default case of the
+    benchmark, fp16).
+    """
     pairs = row_tiles // 2
     pair_units = batch * col_tiles
     tail_units = cdiv(batch, 2) * col_tiles if row_tiles % 2 else 0
-    if tail_units == 0:
-        return min(most, pairs * pair_units), 0
-    if pairs == 0:
-        return min(most, tail_units), min(most, tail_units)
     blocks = min(most, pairs * pair_units + tail_units)
+    if tail_units == 0 or pairs == 0:
+        return blocks, blocks if tail_units else 0
+    return blocks, max(1, min(cdiv(blocks, row_tiles), tail_units, blocks - pairs))
 
-    def slowest(tails: int) -> float:
-        return max(cdiv(pair_units, (blocks - tails) // pairs), cdiv(tail_units, tails) * _TAIL_COST)
 
-    return blocks, min(range(1, blocks - pairs + 1), key=slowest)
+def type_refusal(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take a dtype, or None."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return None
+    return f"the kernel takes float16 and bfloat16, not {dtype}"
 
 
 def refusal(user: Tensor, cand: Tensor) -> str | None:
     """Why the kernels cannot take the call, or None. Device, library and empty tensors are looked at elsewhere."""
-    if cand.dtype not in (torch.float16, torch.bfloat16):
-        return f"the kernel takes float16 and bfloat16, not {cand.dtype}"
-    if torch.compiler.is_exporting():
-        return "an exported program carries the portable kernel"
-    if torch.compiler.is_compiling():
-        return None
     for name, tensor in (("user", user), ("cand", cand)):
         if not _is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and its strides {tensor.stride()}"
-    return None
+    return type_refusal(cand.dtype)
 
 
 def _is_tma_ready(tensor: Tensor) -> bool:
@@ -105,42 +102,58 @@ def compression_linear(
     bias_M: Tensor | None,
 ) -> Tensor:
     """The operator; both parts of the weight aligned for TMA."""
-    from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel, user_part_kernel
+    tensors = (user_UKD, cand_BKD, weight_user_MK, weight_cand_MK)
+    bias_alignment = None if bias_M is None else bias_M.data_ptr() % TMA_ALIGNMENT
+    facts = (cand_BKD.dtype, to_user_B.dtype, cand_BKD.device, bias_alignment)
+    key = (facts, *(t.shape for t in tensors), *(t.stride() for t in tensors))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _Plan(facts, *tensors)
+    return plan(user_UKD, cand_BKD, weight_user_MK, weight_cand_MK, to_user_B, bias_M)
 
-    (num_users, user_features, size), (batch, features, _) = user_UKD.shape, cand_BKD.shape
-    num_m, dtype, device = weight_user_MK.shape[0], cand_BKD.dtype, cand_BKD.device
-    cols = 256 if size > 128 else 128 if size > 64 else 64
-    row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
-    most = multiprocessors(device)
-    key = (dtype, to_user_B.dtype, device, None if bias_M is None else bias_M.data_ptr() % TMA_ALIGNMENT == 0)
-    out_BMD = torch.empty((batch, num_m, size), dtype=dtype, device=device)
-    tiles = num_users * row_tiles * col_tiles
-    user_part = torch.empty((tiles, ROWS * cols), dtype=dtype, device=device)
-    with device_guard(cand_BKD):
+
+_MOST_PLANS = 1024
+_plans: dict[Any, _Plan] = {}
+
+
+class _Plan:
+    """The two launches of calls whose tensors have the same shapes, strides and dtypes: found out once."""
+
+    def __init__(
+        self, facts: tuple[Any, ...], user: Tensor, cand: Tensor, weight_user: Tensor, weight_cand: Tensor
+    ) -> None:
+        from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel, user_part_kernel
+
+        (num_users, user_features, size), (batch, features, _) = user.shape, cand.shape
+        num_m, most = weight_user.shape[0], multiprocessors(cand.device)
+        cols = 256 if size > 128 else 128 if size > 64 else 64
+        row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
+        tiles = num_users * row_tiles * col_tiles
+        self._dtype, self._device = cand.dtype, cand.device
+        self._out_shape, self._part_shape = (batch, num_m, size), (tiles, ROWS * cols)
+        has_bias = facts[-1] is not None
         # M is specialized on as Triton does: whether it is 1 or divisible by 16.
-        launch = Launch(
+        self._user_launch = Launch(
             user_part_kernel,
-            (*key, num_m == 1, num_m % 16 == 0, cols),
+            (*facts[:-1], facts[-1] == 0, num_m == 1, num_m % 16 == 0, cols),
             min(most, tiles),
             {
                 "ROW_TILES": row_tiles,
                 "COL_TILES": col_tiles,
                 "STEPS": cdiv(user_features, USER_STEP),
                 "STAGES": USER_STAGES,
-                "HAS_BIAS": bias_M is not None,
+                "HAS_BIAS": has_bias,
             },
             num_warps=4,
         )
-        _launch(
-            launch,
-            ((weight_user_MK, (ROWS, USER_STEP)), (user_UKD, (1, USER_STEP, cols))),
-            (user_part if bias_M is None else bias_M, user_part, num_m, tiles),
-        )
+        self._user_numbers = (num_m, tiles)
         sizes = candidate_sizes(features, row_tiles)
         blocks, tail_blocks = grid(batch, row_tiles, col_tiles, most)
-        launch = Launch(
+        self._cand_launch = Launch(
             candidate_kernel,
-            (*key, cols),
+            (*facts[:-1], cols),
             blocks,
             {
                 "ROW_TILES": row_tiles,
@@ -155,52 +168,68 @@ def compression_linear(
             num_warps=4,
             launch_pdl=True,
         )
-        _launch(
-            launch,
-            (
-                (weight_cand_MK, (ROWS, STEP)),
-                (cand_BKD, (1, STEP, cols)),
-                (out_BMD, (1, ROWS, min(64, cols // 2))),
-            ),
-            (user_part, to_user_B, num_users, batch, tail_blocks),
-        )
-    return out_BMD
+        self._cand_numbers = (num_users, batch, tail_blocks)
+        self._weight_user, self._user = _View(weight_user, (ROWS, USER_STEP)), _View(user, (1, USER_STEP, cols))
+        self._weight_cand, self._cand = _View(weight_cand, (ROWS, STEP)), _View(cand, (1, STEP, cols))
+        self._out = _View(torch.empty(self._out_shape, dtype=cand.dtype, device="meta"), (1, ROWS, min(64, cols // 2)))
+
+    def __call__(
+        self,
+        user: Tensor,
+        cand: Tensor,
+        weight_user: Tensor,
+        weight_cand: Tensor,
+        to_user: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
+        part = torch.empty(self._part_shape, dtype=self._dtype, device=self._device)
+        with device_guard(cand):
+            _launch(
+                self._user_launch,
+                (self._weight_user.of(weight_user), self._user.of(user)),
+                (part if bias is None else bias, part, *self._user_numbers),
+            )
+            _launch(
+                self._cand_launch,
+                (self._weight_cand.of(weight_cand), self._cand.of(cand), self._out.of(out)),
+                (part, to_user, *self._cand_numbers),
+            )
+        return out
 
 
 class _Descriptor:
     """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
     anew."""
 
-    __slots__ = ("base", "shape", "strides")
+    __slots__ = ("base", "box", "shape", "strides")
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor) -> None:
-        sizes, strides = base.shape, base.stride()
-        self.base, self.shape = base, list(sizes)
-        # The stride of a dimension of size 1 is never used, but has to be aligned.
-        outer = zip(sizes[:-1], strides[:-1], strict=True)
-        self.strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in outer] + [1]
+    def __init__(self, base: Tensor, view: _View) -> None:
+        self.base, self.shape, self.strides, self.box = base, view.shape, view.strides, view.box
 
-
-def _launch(launch: Launch, boxes: tuple[tuple[Tensor, tuple[int, ...]], ...], rest: tuple[Any, ...]) -> None:
-    """Launch with a descriptor for each (tensor, box), then the other arguments."""
-    descriptors = [_Descriptor(tensor) for tensor, _ in boxes]
-
-    def checked() -> tuple[Any, ...]:
+    def checked(self) -> Any:
+        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        made = (
-            TensorDescriptor(d.base, d.shape, d.strides, list(box), _layout(box, d.base.dtype))
-            for d, (_, box) in zip(descriptors, boxes, strict=True)
-        )
-        return (*made, *rest)
-
-    launch((*descriptors, *rest), checked)
+        element = gl.float16 if self.base.dtype is torch.float16 else gl.bfloat16
+        layout = gl.NVMMASharedLayout.get_default_for(self.box, element)
+        return TensorDescriptor(self.base, self.shape, self.strides, self.box, layout)
 
 
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
+class _View:
+    """Shape, strides and box under which tensors of one layout become descriptors."""
 
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.float16 if dtype is torch.float16 else gl.bfloat16)
+    def __init__(self, tensor: Tensor, box: tuple[int, ...]) -> None:
+        outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        self.shape, self.box = list(tensor.shape), list(box)
+        # The stride of a dimension of size 1 is never used, but has to be aligned.
+        self.strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in outer] + [1]
+
+    def of(self, base: Tensor) -> _Descriptor:
+        return _Descriptor(base, self)
+
+
+def _launch(launch: Launch, descriptors: tuple[_Descriptor, ...], rest: tuple[Any, ...]) -> None:
+    launch((*descriptors, *rest), lambda: (*(d.checked() for d in descriptors), *rest))

@@ -10,6 +10,7 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,35 +20,60 @@ from torch import Tensor
 
 from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _launch, reference
 from ikbo_recsys.kernels._backend import Choice
+from ikbo_recsys.kernels._plan import is_traced, traceable
 
 NO_WORK = "a tensor has no elements"
+WEIGHT_STEP = 64
+"""The portable kernels' longest step along K: with weights padded to it their loads need no masks."""
+_FLOAT32_ORDER = [("torch", "cuBLAS is the faster one in float32"), ("triton", "portable kernels")]
 
 
 def choose(user: Tensor, cand: Tensor, weight: Tensor) -> Choice:
     """The path of a call whose tensors are checked and of one dtype."""
-    device, dtype = cand.device, cand.dtype
-    portable = _backend.portable_refusal(device, dtype)
-    if portable is None and not torch.compiler.is_compiling() and 0 in (*user.shape, *cand.shape, *weight.shape):
+    portable = _backend.portable_refusal(cand.device, cand.dtype)
+    if portable is None and 0 in (*user.shape, *cand.shape, *weight.shape):
         portable = NO_WORK
-    hopper = portable or _backend.hopper_refusal(device) or _compression_hopper.refusal(user, cand)
+    hopper = portable or _backend.hopper_refusal(cand.device) or _compression_hopper.refusal(user, cand)
+    return _choose(cand.dtype, portable, hopper)
+
+
+def _choose(dtype: torch.dtype, portable: str | None, hopper: str | None) -> Choice:
     order = [("gluon", "warp-specialized kernels for Hopper"), ("triton", "portable kernels"), ("torch", "plain torch")]
     if dtype is torch.float32:
-        order = [("torch", "cuBLAS is the faster one in float32"), *order]
+        order = _FLOAT32_ORDER
     return _backend.choose({"torch": None, "triton": portable, "gluon": hopper}, order)
+
+
+@torch.compiler.assume_constant_result
+def traced_path(device: int | None, dtype: torch.dtype) -> str:
+    """The path of a traced call, by what is fixed while tracing: no sizes, which must not become guards, no addresses.
+
+    The Hopper operator looks at the rest when it runs. Exported programs have the portable kernels, which travel in
+    them.
+    """
+    where = torch.device("cpu") if device is None else torch.device("cuda", device)
+    portable = _backend.portable_refusal(where, dtype)
+    hopper = portable or _backend.hopper_refusal(where) or _compression_hopper.type_refusal(dtype)
+    # Asked here and not by the caller: inside torch.compile, PyTorch 2.11 answers yes.
+    if torch.compiler.is_exporting():
+        hopper = "an exported program carries the portable kernel"
+    return _choose(dtype, portable, hopper).path
 
 
 def compression_linear(
     user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """The operator on a GPU; tensors checked and of one dtype."""
-    path = choose(user, cand, weight).path
+    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype."""
+    traced = is_traced()
+    path = traced_path(cand.device.index, cand.dtype) if traced else choose(user, cand, weight).path
     if path == "torch":
         with _checks.no_autocast(cand):
             return reference.compression_linear(user, cand, weight, to_user, bias)
-    if torch.compiler.is_compiling() or _launch._is_tracing():
-        operators = traced_operators()
-        traced = operators.hopper if path == "gluon" else operators.portable
-        return traced(user, cand, weight, to_user, offsets, bias)
+    if traced:
+        named = torch.ops.ikbo
+        operator = named.compression_linear_hopper if path == "gluon" else named.compression_linear_portable
+        out: Tensor = operator(user, cand, weight, to_user, offsets, bias)
+        return out
     if torch.is_grad_enabled() and _any_requires_grad(user, cand, weight, bias):
         return _Differentiable.apply(path, user, cand, weight, to_user, offsets, bias)
     return forward(path, user, cand, weight, to_user, bias)
@@ -63,12 +89,13 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 def forward(path: str, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
     """The operator by the path "gluon" or "triton", without gradients."""
-    weight_user, weight_cand = aligned_weight(weight, user.shape[1])
     if path == "gluon":
-        return _compression_hopper.compression_linear(user, cand, weight_user, weight_cand, to_user, bias)
+        parts = weight_parts(weight, user.shape[1], _launch.TMA_ALIGNMENT // weight.element_size())
+        return _compression_hopper.compression_linear(user, cand, *parts, to_user, bias)
     kernels = _kernels()
-    user_UMD = kernels.mix(weight_user, user, torch.float32, bias_M=bias)
-    return kernels.mix(weight_cand, cand, cand.dtype, user_UMD, to_user)
+    weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+    user_UMD = kernels.mix(weight_user, user, torch.float32, bias_M=bias, weight_padded=True)
+    return kernels.mix(weight_cand, cand, cand.dtype, user_UMD, to_user, weight_padded=True)
 
 
 @functools.cache
@@ -78,28 +105,26 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-def aligned_weight(weight: Tensor, user_features: int) -> tuple[Tensor, Tensor]:
-    """`(weight[:, :Ku], weight[:, Ku:])`, each with rows that begin at multiples of 16 bytes.
+def weight_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
+    """`(weight[:, :Ku], weight[:, Ku:])`, whose rows begin at multiples of `step` elements and go on with zeros to one.
 
-    Where they do not in `weight` itself, they are parts of a padded copy, which is made once and again after the weight
-    changes. The padding is never read as data: both parts have their own K.
+    Where they do not in `weight` itself, they are parts of padded copies, which are made once and again after the
+    weight changes.
     """
-    step = _launch.TMA_ALIGNMENT // weight.element_size()
-    is_traced = torch.compiler.is_compiling() or _launch._is_tracing()
-    even = weight.stride(1) == 1 and weight.stride(0) % step == 0 and user_features % step == 0
-    if even and (is_traced or weight.data_ptr() % _launch.TMA_ALIGNMENT == 0):
+    traced = is_traced()
+    fits = weight.stride(1) == 1 and not (weight.stride(0) % step or user_features % step or weight.shape[1] % step)
+    if fits and (traced or weight.data_ptr() % _launch.TMA_ALIGNMENT == 0):
         return weight[:, :user_features], weight[:, user_features:]
-    if is_traced:
-        return _padded_parts(weight, user_features)
-    parts: tuple[Tensor, Tensor] = _PADDED.get(weight, user_features)
+    if traced:
+        return _padded_parts(weight, user_features, step)
+    parts: tuple[Tensor, Tensor] = _PADDED.get(weight, user_features, step)
     return parts
 
 
-def _padded_parts(weight: Tensor, user_features: int) -> tuple[Tensor, Tensor]:
-    step = _launch.TMA_ALIGNMENT // weight.element_size()
+def _padded_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
     parts = []
     for part in (weight[:, :user_features], weight[:, user_features:]):
-        padded = F.pad(part, (0, -part.shape[1] % step))
+        padded = F.pad(part, (0, -part.shape[1] % step)).contiguous()
         parts.append(padded[:, : part.shape[1]])
     return parts[0], parts[1]
 
@@ -118,7 +143,7 @@ def backward(
     weight: Tensor,
     to_user: Tensor,
     offsets: Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of user, cand, weight and bias, as far as `needs` asks for them.
 
@@ -129,11 +154,12 @@ def backward(
 
     kernels, dtype = _kernels(), cand.dtype
     needs_user, needs_cand, needs_weight, needs_bias = needs
-    weight_user, weight_cand = aligned_weight(weight, user.shape[1])
+    aligned = _launch.TMA_ALIGNMENT // weight.element_size()
+    weight_user, weight_cand = weight_parts(weight, user.shape[1], aligned)
     grads: list[Tensor | None] = [None, None, None, None]
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    grad_user_UMD = None
+    grad_user_UMD = grad
     if needs_user or needs_weight or needs_bias:
         num_users, (num_m, size) = user.shape[0], grad.shape[1:]
         order, bounds = segment.grouping(to_user, offsets, num_users)
@@ -143,7 +169,7 @@ def backward(
             grads[3] = grad_user_UMD.sum((0, 2)).to(dtype)
         grad_user_UMD = grad_user_UMD.to(dtype)
     if needs_user:
-        grads[0] = kernels.mix(weight_user.t(), grad_user_UMD, dtype)
+        grads[0] = _input_gradient(weight_user, grad_user_UMD)
     if needs_cand:
         grads[1] = _input_gradient(weight_cand, grad)
     if needs_weight:
@@ -177,9 +203,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        _, user, cand, weight, _, _, bias = ctx.needs_input_grad
+        user, cand, weight, to_user, offsets = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[i] for i in (1, 2, 3, 6))
         with _checks.no_autocast(grad):
-            grads = backward(grad, *ctx.saved_tensors, (user, cand, weight, bias))
+            grads = backward(grad, user, cand, weight, to_user, offsets, needs)
         return None, grads[0], grads[1], grads[2], None, None, grads[3]
 
 
@@ -187,66 +214,33 @@ class _Differentiable(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------
 
 
-class _Operators:
-    """The operators that a traced call becomes; made when the first one is traced."""
-
-    def __init__(self) -> None:
-        self.portable: Any = torch.library.triton_op(
-            "ikbo::compression_linear_portable", _traced_portable, mutates_args=(), schema=_SCHEMA
-        )
-        self.hopper: Any = torch.library.custom_op(
-            "ikbo::compression_linear_hopper", _traced_hopper, mutates_args=(), schema=_SCHEMA
-        )
-        self.backward: Any = torch.library.triton_op(
-            "ikbo::compression_linear_backward", _traced_backward, mutates_args=(), schema=_BACKWARD_SCHEMA
-        )
-        self.hopper.register_fake(_fake)
-        for operator in (self.portable, self.hopper):
-            operator.register_autograd(self._run_backward, setup_context=_save)
-
-    def _run_backward(self, ctx: Any, grad: Tensor) -> Any:
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-        grads = iter(self.backward(grad, *ctx.saved_tensors, needs))
-        user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-        return user, cand, weight, None, None, bias
-
-
-@functools.cache
-def traced_operators() -> _Operators:
-    return _Operators()
-
-
-_SCHEMA = "(Tensor user, Tensor cand, Tensor weight, Tensor to_user, Tensor? offsets, Tensor? bias) -> Tensor"
-_BACKWARD_SCHEMA = (
-    "(Tensor grad, Tensor user, Tensor cand, Tensor weight, Tensor to_user, Tensor? offsets, bool[] needs) -> Tensor[]"
-)
-
-
-def _traced_portable(
+@torch.library.triton_op("ikbo::compression_linear_portable", mutates_args={})
+def compression_linear_portable(
     user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    return forward("triton", user, cand, weight, to_user, bias)
+    """The operator by the portable kernels."""
+    with traceable():
+        return forward("triton", user, cand, weight, to_user, bias)
 
 
-def _traced_hopper(
+@torch.library.custom_op("ikbo::compression_linear_hopper", mutates_args=())
+def compression_linear_hopper(
     user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    # A graph is traced without addresses: here they are known.
-    path = "triton" if _compression_hopper.refusal(user, cand) else "gluon"
-    return forward(path, user, cand, weight, to_user, bias)
+    """The operator by the Hopper kernels where the call at hand fits them."""
+    path = choose(user, cand, weight).refused
+    if "triton" in path:
+        return reference.compression_linear(user, cand, weight, to_user, bias)
+    return forward("triton" if "gluon" in path else "gluon", user, cand, weight, to_user, bias)
 
 
-def _fake(
-    user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
-) -> Tensor:
+@compression_linear_hopper.register_fake
+def _(user: Tensor, cand: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return cand.new_empty((cand.shape[0], weight.shape[0], cand.shape[2]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _traced_backward(
+@torch.library.custom_op("ikbo::compression_linear_backward", mutates_args=())
+def compression_linear_backward(
     grad: Tensor,
     user: Tensor,
     cand: Tensor,
@@ -255,6 +249,30 @@ def _traced_backward(
     offsets: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    user_needs, cand_needs, weight_needs, bias_needs = needs
-    wanted = (user_needs, cand_needs, weight_needs, bias_needs)
-    return [part for part in backward(grad, user, cand, weight, to_user, offsets, wanted) if part is not None]
+    """The gradients that `needs` (user, cand, weight, bias) asks for.
+
+    Opaque to the compiler: how sums are split follows from the batch sizes, which must not become guards.
+    """
+    grads = backward(grad, user, cand, weight, to_user, offsets, needs)
+    return [part for part in grads if part is not None]
+
+
+@compression_linear_backward.register_fake
+def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
+    made = (user, cand, weight, weight[:, 0])
+    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _run_backward(ctx: Any, grad: Tensor) -> Any:
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
+    grads = iter(torch.ops.ikbo.compression_linear_backward(grad, *ctx.saved_tensors, needs))
+    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
+    return user, cand, weight, None, None, bias
+
+
+compression_linear_portable.register_autograd(_run_backward, setup_context=_save)
+compression_linear_hopper.register_autograd(_run_backward, setup_context=_save)

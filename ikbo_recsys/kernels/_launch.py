@@ -12,7 +12,7 @@ Conventions that the kernels rely on:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,23 @@ def round_up(number: int, multiple: int) -> int:
 
 def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
+
+
+def specialization(arguments: Sequence[Any], free: Sequence[int] = ()) -> tuple[Any, ...]:
+    """What Triton specializes a kernel on, as the key of a `_plan.Launch`: dtypes, alignment of pointers, integers,
+    the GPU.
+
+    Args:
+        arguments: before the constexpr ones; tensors and integers.
+        free: the positions of the integers in `do_not_specialize`.
+    """
+    key: list[Any] = [arguments[0].device]
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            key.append((argument.dtype, argument.data_ptr() % 16 == 0))
+        elif place not in free:
+            key.append(argument)
+    return tuple(key)
 
 
 def launcher(kernel: Any) -> Callable[..., Any]:

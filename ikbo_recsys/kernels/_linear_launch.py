@@ -9,26 +9,39 @@ Shape letters: U users, B candidates, Ku/Kc features, M outputs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels import _backend, _checks, _launch, reference
+from ikbo_recsys.kernels import _backend, _checks, reference
 from ikbo_recsys.kernels._backend import Choice
-from ikbo_recsys.kernels._compression_launch import NO_WORK, aligned_weight
+from ikbo_recsys.kernels._compression_launch import NO_WORK, WEIGHT_STEP, weight_parts
+from ikbo_recsys.kernels._plan import is_traced, traceable
 
 
 def choose(user: Tensor, cand: Tensor, weight: Tensor) -> Choice:
     """The path of a call whose tensors are checked and of one dtype."""
     portable = _backend.portable_refusal(cand.device, cand.dtype)
-    if portable is None and not torch.compiler.is_compiling() and 0 in (*user.shape, *cand.shape, *weight.shape):
+    if portable is None and 0 in (*user.shape, *cand.shape, *weight.shape):
         portable = NO_WORK
+    return _choose(cand.dtype, portable)
+
+
+def _choose(dtype: torch.dtype, portable: str | None) -> Choice:
     order = [("triton", "portable kernel"), ("torch", "plain torch")]
-    if cand.dtype is torch.float32:
-        order = [("torch", "cuBLAS is the faster one in float32"), *order]
+    if dtype is torch.float32:
+        order = [("torch", "cuBLAS is the faster one in float32")]
     return _backend.choose({"torch": None, "triton": portable}, order)
+
+
+@torch.compiler.assume_constant_result
+def traced_path(device: int | None, dtype: torch.dtype) -> str:
+    """The path of a traced call: nothing that would become a guard decides it."""
+    where = torch.device("cpu") if device is None else torch.device("cuda", device)
+    return _choose(dtype, _backend.portable_refusal(where, dtype)).path
 
 
 def linear(
@@ -40,18 +53,19 @@ def linear(
     bias: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    """The operator on a GPU; tensors checked and of one dtype."""
-    if choose(user, cand, weight).path == "torch":
+    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype."""
+    traced = is_traced()
+    path = traced_path(cand.device.index, cand.dtype) if traced else choose(user, cand, weight).path
+    if path == "torch":
         with _checks.no_autocast(cand):
             return reference.linear(user, cand, weight, to_user, bias, activation)
     differentiable = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (user, cand, weight, bias)
     )
-    # The derivative of an activation needs the sum before it: with gradients the activation is torch's, in the
-    # output's type.
+    # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's type.
     fused = None if differentiable else activation
-    if torch.compiler.is_compiling() or _launch._is_tracing():
-        out = traced_operators().portable(user, cand, weight, to_user, offsets, bias, fused)
+    if traced:
+        out: Tensor = torch.ops.ikbo.linear_portable(user, cand, weight, to_user, offsets, bias, fused)
     elif differentiable:
         out = _Differentiable.apply(user, cand, weight, to_user, offsets, bias)
     else:
@@ -64,9 +78,9 @@ def forward(
 ) -> Tensor:
     """The operator without gradients."""
     kernels = _kernels()
-    weight_user, weight_cand = aligned_weight(weight, user.shape[1])
-    user_UM = kernels.linear(user, weight_user, torch.float32, bias_M=bias)
-    return kernels.linear(cand, weight_cand, cand.dtype, user_UM, to_user, activation=activation)
+    weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+    user_UM = kernels.linear(user, weight_user, torch.float32, bias_M=bias, weight_padded=True)
+    return kernels.linear(cand, weight_cand, cand.dtype, user_UM, to_user, activation=activation, weight_padded=True)
 
 
 @functools.cache
@@ -83,7 +97,7 @@ def backward(
     weight: Tensor,
     to_user: Tensor,
     offsets: Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of user, cand, weight and bias before the activation, as far as `needs` asks for them."""
     from ikbo_recsys.kernels._triton import segment
@@ -125,46 +139,19 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        user, cand, weight, _, _, bias = ctx.needs_input_grad
+        user, cand, weight, to_user, offsets = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[i] for i in (0, 1, 2, 5))
         with _checks.no_autocast(grad):
-            grads = backward(grad, *ctx.saved_tensors, (user, cand, weight, bias))
+            grads = backward(grad, user, cand, weight, to_user, offsets, needs)
         return grads[0], grads[1], grads[2], None, None, grads[3]
 
 
 # ---- operators for traced calls
 # ----------------------------------------------------------------------------------------
 
-_SCHEMA = "(Tensor user, Tensor cand, Tensor weight, Tensor to_user, Tensor? offsets, Tensor? bias, str? activation) -> Tensor"
-_BACKWARD_SCHEMA = (
-    "(Tensor grad, Tensor user, Tensor cand, Tensor weight, Tensor to_user, Tensor? offsets, bool[] needs) -> Tensor[]"
-)
 
-
-class _Operators:
-    """The operators that a traced call becomes; made when the first one is traced."""
-
-    def __init__(self) -> None:
-        self.portable: Any = torch.library.triton_op(
-            "ikbo::linear_portable", _traced_portable, mutates_args=(), schema=_SCHEMA
-        )
-        self.backward: Any = torch.library.triton_op(
-            "ikbo::linear_backward", _traced_backward, mutates_args=(), schema=_BACKWARD_SCHEMA
-        )
-        self.portable.register_autograd(self._run_backward, setup_context=_save)
-
-    def _run_backward(self, ctx: Any, grad: Tensor) -> Any:
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-        grads = iter(self.backward(grad, *ctx.saved_tensors, needs))
-        user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-        return user, cand, weight, None, None, bias, None
-
-
-@functools.cache
-def traced_operators() -> _Operators:
-    return _Operators()
-
-
-def _traced_portable(
+@torch.library.triton_op("ikbo::linear_portable", mutates_args={})
+def linear_portable(
     user: Tensor,
     cand: Tensor,
     weight: Tensor,
@@ -173,14 +160,13 @@ def _traced_portable(
     bias: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    return forward(user, cand, weight, to_user, bias, activation)
+    """The operator by the portable kernels."""
+    with traceable():
+        return forward(user, cand, weight, to_user, bias, activation)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _traced_backward(
+@torch.library.custom_op("ikbo::linear_backward", mutates_args=())
+def linear_backward(
     grad: Tensor,
     user: Tensor,
     cand: Tensor,
@@ -189,6 +175,26 @@ def _traced_backward(
     offsets: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    user_needs, cand_needs, weight_needs, bias_needs = needs
-    wanted = (user_needs, cand_needs, weight_needs, bias_needs)
-    return [part for part in backward(grad, user, cand, weight, to_user, offsets, wanted) if part is not None]
+    """The gradients that `needs` (user, cand, weight, bias) asks for, before the activation."""
+    grads = backward(grad, user, cand, weight, to_user, offsets, needs)
+    return [part for part in grads if part is not None]
+
+
+@linear_backward.register_fake
+def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
+    made = (user, cand, weight, weight[:, 0])
+    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _run_backward(ctx: Any, grad: Tensor) -> Any:
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
+    grads = iter(torch.ops.ikbo.linear_backward(grad, *ctx.saved_tensors, needs))
+    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
+    return user, cand, weight, None, None, bias, None
+
+
+linear_portable.register_autograd(_run_backward, setup_context=_save)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _backend, _checks, _compression_launch, reference
+from ikbo_recsys.kernels import _backend, _checks, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -48,7 +48,9 @@ def compression_linear(
     to_user, offsets = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
     _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
     user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
-    if cand.is_cuda:
+    if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
+        from ikbo_recsys.kernels import _compression_launch
+
         return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias)
     with _checks.no_autocast(cand):
         return reference.compression_linear(user, cand, weight, to_user, bias)
@@ -57,6 +59,8 @@ def compression_linear(
 def _explain(
     user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None = None
 ) -> _backend.Choice:
+    from ikbo_recsys.kernels import _compression_launch
+
     return _compression_launch.choose(*_checks.promote(user=user, cand=cand, weight=weight))
 
 

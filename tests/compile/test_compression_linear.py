@@ -22,11 +22,35 @@ def test_mix(target: str, dtype: str) -> None:
     from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
     strides = [f"weight_stride_{x}" for x in "mk"] + [f"x_stride_{x}" for x in "bkd"] + ["out_stride_b", "out_stride_m"]
-    pointers = {name: f"*{dtype}" for name in ("weight_ptr", "x_ptr", "bias_ptr", "out_ptr")}
+    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
     step = 32 if dtype == "fp32" else 64
-    constants = {"HAS_USER": True, "HAS_BIAS": True, "PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": step}
+    constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": False, "PRECISION": "ieee"}
+    constants |= {"ROWS": 64, "COLS": 64, "STEP": step}
     compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_mix_on_hopper(dtype: str) -> None:
+    """At the default shape: 16-byte asynchronous copies only, pipelined wgmma, and no spills."""
+    from ikbo_recsys.kernels import _tiles
+    from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
+
+    even = ["D", "weight_stride_m", "x_stride_b", "x_stride_k", "out_stride_b", "out_stride_m"]
+    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i32"}
+    signature |= dict.fromkeys([*even, "M", "K", "num_users", "tiles_m", "tiles_d"], "i32")
+    tile = _tiles.mix_tile(433, 256, 866, 2)
+    constants = {"HAS_USER": True, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee"}
+    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    aligned = [*even, "weight_ptr", "x_ptr", "out_ptr", "user_ptr"]
+    compiled = compile_kernel(mix_kernel, signature, constants, aligned=aligned, **options)
+    copies = {name for name, _ in compiled.sass_positions("LDGSTS")}
+    assert copies == {"LDGSTS.E.BYPASS.128"}
+    assert_no_spills(compiled)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -60,8 +84,8 @@ def test_linear(target: str, activation: int) -> None:
     signature |= {"user_ptr": "*fp32", "index_ptr": "*i32"}
     names = ["B", "M", "K", "num_users", "tiles_m", "x_stride_b", "x_stride_k", "weight_stride_m", "weight_stride_k"]
     signature |= dict.fromkeys(names, "i32")
-    constants = {"HAS_USER": True, "HAS_BIAS": True, "ACTIVATION": activation, "PRECISION": "ieee"}
-    constants |= {"ROWS": 64, "COLS": 64, "STEP": 64}
+    constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": activation}
+    constants |= {"PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": 64}
     compile_kernel(linear_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 

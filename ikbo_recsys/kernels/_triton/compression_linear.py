@@ -15,6 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ikbo_recsys.kernels import _launch, _tiles
+from ikbo_recsys.kernels._plan import Launch, is_traced
+
+# Positions of the arguments in do_not_specialize.
+_MIX_FREE, _OUTER_FREE = (9,), (6, 7)
 
 
 @triton.jit
@@ -50,24 +54,30 @@ def mix_kernel(
     tiles_d,
     HAS_USER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHT_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One [ROWS, COLS] tile of out[b]; `user` is fp32 and contiguous [U, M, D], `out` contiguous along D."""
+    """One [ROWS, COLS] tile of out[b]; `user` is fp32 and contiguous [U, M, D], `out` contiguous along D.
+
+    With WEIGHT_PADDED the weight's rows go on with zeros to a multiple of STEP, so that its loads need no mask: a mask
+    that ends in the middle of 16 bytes makes them loads of single elements.
+    """
     b, tile_m, tile_d = _tile_of_block(tiles_m, tiles_d)
     rows = tile_m * ROWS + tl.arange(0, ROWS)
     cols = tile_d * COLS + tl.arange(0, COLS)
     steps = tl.arange(0, STEP)
-    # Rows past M and columns past D read row M - 1 and column D - 1: the loads need no mask for them, the store has it.
+    # Rows past M read row M - 1: the loads need no mask for them, the store has it. (Columns past D do not read column
+    # D - 1: a minimum along the contiguous dimension hides from the compiler that it is contiguous.)
     weight_ptrs = weight_ptr + tl.minimum(rows, M - 1)[:, None] * weight_stride_m + steps[None, :] * weight_stride_k
-    x_ptrs = x_ptr + b * x_stride_b + steps[:, None] * x_stride_k + tl.minimum(cols, D - 1)[None, :] * x_stride_d
+    x_ptrs = x_ptr + b * x_stride_b + steps[:, None] * x_stride_k + cols[None, :] * x_stride_d
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, STEP):
         inside = steps < K - k
-        weight = tl.load(weight_ptrs, mask=inside[None, :], other=0.0)
-        x = tl.load(x_ptrs, mask=inside[:, None], other=0.0)
+        weight = tl.load(weight_ptrs) if WEIGHT_PADDED else tl.load(weight_ptrs, mask=inside[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
         acc = tl.dot(weight, x, acc, input_precision=PRECISION)
         weight_ptrs += STEP * weight_stride_k
         x_ptrs += STEP * x_stride_k
@@ -136,42 +146,49 @@ def mix(
     user_UMD: Tensor | None = None,
     to_user_B: Tensor | None = None,
     bias_M: Tensor | None = None,
+    *,
+    weight_padded: bool = False,
 ) -> Tensor:
     """`weight @ x[b] (+ user[to_user[b]]) (+ bias)` as `[B, M, D]`.
 
-    `weight` and `x` have any strides; `user` is fp32 and contiguous.
+    `weight` and `x` have any strides; `user` is fp32 and contiguous. `weight_padded` states that the weight's rows go
+    on with zeros up to a multiple of 64.
     """
     batch, num_k, size = x_BKD.shape
     num_m = weight_MK.shape[0]
     out_BMD = torch.empty((batch, num_m, size), dtype=out_dtype, device=x_BKD.device)
     tile = _tiles.mix_tile(num_m, size, num_k, x_BKD.element_size())
     tiles_m, tiles_d = triton.cdiv(num_m, tile.rows), triton.cdiv(size, tile.cols)
+    arguments = (
+        weight_MK,
+        x_BKD,
+        out_BMD if user_UMD is None else user_UMD,
+        out_BMD if to_user_B is None else to_user_B,
+        out_BMD if bias_M is None else bias_M,
+        out_BMD,
+        num_m,
+        num_k,
+        size,
+        0 if user_UMD is None else user_UMD.shape[0],
+        *weight_MK.stride(),
+        *x_BKD.stride(),
+        *out_BMD.stride()[:2],
+        tiles_m,
+        tiles_d,
+    )
+    constants = {
+        "HAS_USER": user_UMD is not None,
+        "HAS_BIAS": bias_M is not None,
+        "WEIGHT_PADDED": weight_padded,
+        "PRECISION": _launch.input_precision(x_BKD.dtype),
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "STEP": tile.step,
+    }
+    key = () if is_traced() else _launch.specialization(arguments, _MIX_FREE)
+    launch = Launch(mix_kernel, key, batch * tiles_m * tiles_d, constants, num_warps=tile.warps, num_stages=tile.stages)
     with _launch.device_guard(x_BKD):
-        _launch.launcher(mix_kernel)[(batch * tiles_m * tiles_d,)](
-            weight_MK,
-            x_BKD,
-            out_BMD if user_UMD is None else user_UMD,
-            out_BMD if to_user_B is None else to_user_B,
-            out_BMD if bias_M is None else bias_M,
-            out_BMD,
-            num_m,
-            num_k,
-            size,
-            0 if user_UMD is None else user_UMD.shape[0],
-            *weight_MK.stride(),
-            *x_BKD.stride(),
-            *out_BMD.stride()[:2],
-            tiles_m,
-            tiles_d,
-            HAS_USER=user_UMD is not None,
-            HAS_BIAS=bias_M is not None,
-            PRECISION=_launch.input_precision(x_BKD.dtype),
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            STEP=tile.step,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        launch(arguments)
     return out_BMD
 
 
@@ -187,25 +204,30 @@ def outer_sum(grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
     tiles_m, tiles_k = triton.cdiv(num_m, tile.rows), triton.cdiv(num_k, tile.cols)
     splits = _tiles.splits(tiles_m * tiles_k, batch, _launch.multiprocessors(x_BKD.device))
     partial_SMK = torch.empty((splits, num_m, num_k), dtype=torch.float32, device=x_BKD.device)
+    arguments = (
+        grad_BMD,
+        x_BKD,
+        partial_SMK,
+        num_m,
+        num_k,
+        size,
+        batch,
+        triton.cdiv(batch, splits),
+        *grad_BMD.stride(),
+        *x_BKD.stride(),
+        tiles_m,
+        tiles_k,
+    )
+    constants = {
+        "PRECISION": _launch.input_precision(x_BKD.dtype),
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "STEP": tile.step,
+    }
+    key = () if is_traced() else _launch.specialization(arguments, _OUTER_FREE)
+    launch = Launch(
+        outer_sum_kernel, key, splits * tiles_m * tiles_k, constants, num_warps=tile.warps, num_stages=tile.stages
+    )
     with _launch.device_guard(x_BKD):
-        _launch.launcher(outer_sum_kernel)[(splits * tiles_m * tiles_k,)](
-            grad_BMD,
-            x_BKD,
-            partial_SMK,
-            num_m,
-            num_k,
-            size,
-            batch,
-            triton.cdiv(batch, splits),
-            *grad_BMD.stride(),
-            *x_BKD.stride(),
-            tiles_m,
-            tiles_k,
-            PRECISION=_launch.input_precision(x_BKD.dtype),
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            STEP=tile.step,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        launch(arguments)
     return partial_SMK[0] if splits == 1 else partial_SMK.sum(0)

@@ -11,6 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ikbo_recsys.kernels import _launch, _tiles
+from ikbo_recsys.kernels._plan import Launch, is_traced
+
+# Positions of the arguments in do_not_specialize.
+_FREE = (6, 9)
 
 ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
 
@@ -47,6 +51,7 @@ def linear_kernel(
     tiles_m,
     HAS_USER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHT_PADDED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,7 +70,7 @@ def linear_kernel(
     for k in range(0, K, STEP):
         inside = steps < K - k
         x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-        weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
+        weight = tl.load(weight_ptrs) if WEIGHT_PADDED else tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
         x_ptrs += STEP * x_stride_k
         weight_ptrs += STEP * weight_stride_k
@@ -88,6 +93,8 @@ def linear(
     to_user_B: Tensor | None = None,
     bias_M: Tensor | None = None,
     activation: str | None = None,
+    *,
+    weight_padded: bool = False,
 ) -> Tensor:
     """`act(x @ weight.T (+ user[to_user]) (+ bias))` as `[B, M]`; `x` and `weight` have any strides, `user` is fp32."""
     batch, num_k = x_BK.shape
@@ -95,29 +102,40 @@ def linear(
     out_BM = torch.empty((batch, num_m), dtype=out_dtype, device=x_BK.device)
     tile = _tiles.linear_tile(num_m, num_k, x_BK.element_size())
     tiles_m = triton.cdiv(num_m, tile.cols)
+    arguments = (
+        x_BK,
+        weight_MK,
+        out_BM if user_UM is None else user_UM,
+        out_BM if to_user_B is None else to_user_B,
+        out_BM if bias_M is None else bias_M,
+        out_BM,
+        batch,
+        num_m,
+        num_k,
+        0 if user_UM is None else user_UM.shape[0],
+        *x_BK.stride(),
+        *weight_MK.stride(),
+        tiles_m,
+    )
+    constants = {
+        "HAS_USER": user_UM is not None,
+        "HAS_BIAS": bias_M is not None,
+        "WEIGHT_PADDED": weight_padded,
+        "ACTIVATION": ACTIVATION_CODES[activation],
+        "PRECISION": _launch.input_precision(x_BK.dtype),
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "STEP": tile.step,
+    }
+    key = () if is_traced() else _launch.specialization(arguments, _FREE)
+    launch = Launch(
+        linear_kernel,
+        key,
+        triton.cdiv(batch, tile.rows) * tiles_m,
+        constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     with _launch.device_guard(x_BK):
-        _launch.launcher(linear_kernel)[(triton.cdiv(batch, tile.rows) * tiles_m,)](
-            x_BK,
-            weight_MK,
-            out_BM if user_UM is None else user_UM,
-            out_BM if to_user_B is None else to_user_B,
-            out_BM if bias_M is None else bias_M,
-            out_BM,
-            batch,
-            num_m,
-            num_k,
-            0 if user_UM is None else user_UM.shape[0],
-            *x_BK.stride(),
-            *weight_MK.stride(),
-            tiles_m,
-            HAS_USER=user_UM is not None,
-            HAS_BIAS=bias_M is not None,
-            ACTIVATION=ACTIVATION_CODES[activation],
-            PRECISION=_launch.input_precision(x_BK.dtype),
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            STEP=tile.step,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        launch(arguments)
     return out_BM

@@ -14,6 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ikbo_recsys.kernels import _launch, _tiles
+from ikbo_recsys.kernels._plan import Launch, is_traced
+
+# Positions of the arguments in do_not_specialize.
+_FREE = (4, 5, 9)
 
 
 @triton.jit(do_not_specialize=["num_users", "batch", "splits"])
@@ -78,23 +82,27 @@ def segment_sum(
     splits = _tiles.segment_splits(blocks * num_users, batch, num_users, _launch.multiprocessors(x_BX.device))
     split_dtype = out_dtype if splits == 1 else torch.float32
     out_SUX = torch.empty((splits, num_users, width), dtype=split_dtype, device=x_BX.device)
+    arguments = (
+        x_BX,
+        offsets if order_B is None else order_B,
+        offsets,
+        out_SUX,
+        num_users,
+        batch,
+        width,
+        x_BX.stride(0),
+        blocks,
+        splits,
+    )
+    constants = {
+        "HAS_ORDER": order_B is not None,
+        "COLS": cols,
+        "UNROLL": 4,
+    }
+    key = () if is_traced() else _launch.specialization(arguments, _FREE)
+    launch = Launch(segment_sum_kernel, key, blocks * num_users * splits, constants, num_warps=4)
     with _launch.device_guard(x_BX):
-        _launch.launcher(segment_sum_kernel)[(blocks * num_users * splits,)](
-            x_BX,
-            offsets if order_B is None else order_B,
-            offsets,
-            out_SUX,
-            num_users,
-            batch,
-            width,
-            x_BX.stride(0),
-            blocks,
-            splits,
-            HAS_ORDER=order_B is not None,
-            COLS=cols,
-            UNROLL=4,
-            num_warps=4,
-        )
+        launch(arguments)
     return out_SUX[0] if splits == 1 else out_SUX.sum(0).to(out_dtype)
 
 
