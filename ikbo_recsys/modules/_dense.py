@@ -23,7 +23,7 @@ def check_width(name: str, tensor: Tensor, size_name: str, size: int) -> None:
 
 
 def check_dense(dense: nn.Linear, name: str, user_inputs: int) -> None:
-    """Raise unless `dense` is a layer whose parameters can be taken over, and the user's share of its inputs possible."""
+    """Raise unless the parameters of `dense` can be taken over and the user's share of its inputs is possible."""
     if not isinstance(dense, nn.Linear):
         raise TypeError(f"dense must be an nn.Linear, got {type(dense).__name__}")
     if not isinstance(dense.weight, nn.Parameter):

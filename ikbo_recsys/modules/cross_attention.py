@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ikbo_recsys import kernels
 from ikbo_recsys.candidate_index import CandidateIndex
 
+_SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
 
 class IKBOCrossAttention(nn.Module):
     r"""Multi-head attention of candidate rows over their user's rows; keys and values are projected once per user.
@@ -80,7 +82,7 @@ class IKBOCrossAttention(nn.Module):
 
         factory = {"device": device, "dtype": dtype}
         query_dim, key_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self._widths = (query_dim, key_dim, key_dim)
+        self._widths = (query_dim, key_dim)
         if self.user_dim == embed_dim and query_dim == key_dim:
             self.in_proj_weight = nn.Parameter(torch.empty((3 * query_dim, embed_dim), **factory))
         else:
@@ -88,14 +90,15 @@ class IKBOCrossAttention(nn.Module):
             self.q_proj_weight = nn.Parameter(torch.empty((query_dim, embed_dim), **factory))
             self.k_proj_weight = nn.Parameter(torch.empty((key_dim, self.user_dim), **factory))
             self.v_proj_weight = nn.Parameter(torch.empty((key_dim, self.user_dim), **factory))
-        self.in_proj_bias = nn.Parameter(torch.empty(sum(self._widths), **factory)) if bias else None
+        self.in_proj_bias = nn.Parameter(torch.empty(query_dim + 2 * key_dim, **factory)) if bias else None
         self.out_proj = nn.Linear(query_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise as `nn.MultiheadAttention` does."""
-        for weight in (self.in_proj_weight,) if self.in_proj_weight is not None else self._projections():
-            nn.init.xavier_uniform_(weight)
+        names = ("in_proj_weight",) if self.in_proj_weight is not None else _SEPARATE_WEIGHTS
+        for name in names:
+            nn.init.xavier_uniform_(getattr(self, name))
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
@@ -120,7 +123,7 @@ class IKBOCrossAttention(nn.Module):
             )
         bias = dense.in_proj_bias is not None
         module = cls(dense.embed_dim, dense.num_heads, user_dim=dense.kdim, bias=bias, device="meta")
-        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"):
+        for name in ("in_proj_weight", *_SEPARATE_WEIGHTS, "in_proj_bias"):
             if getattr(dense, name) is not None:
                 setattr(module, name, getattr(dense, name))
         module.out_proj.weight, module.out_proj.bias = dense.out_proj.weight, dense.out_proj.bias
@@ -150,22 +153,31 @@ class IKBOCrossAttention(nn.Module):
             `[B, S, E]`. Errors as `kernels.cross_attention`.
         """
         self._check_inputs(user, candidate, jagged=offsets is not None)
-        weights, biases = self._projections(), (None, None, None)
-        if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.split(self._widths)
-        query = F.linear(candidate, weights[0], biases[0]).unflatten(-1, (self.num_heads, self.head_dim))
-        key = F.linear(user, weights[1], biases[1]).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        value = F.linear(user, weights[2], biases[2]).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        query, key, value = self._project(user, candidate)
         attended = kernels.cross_attention(
             query, key, value, index, kv_lengths=lengths, kv_offsets=offsets, max_kv_length=max_length
         )
         return self.out_proj(attended.flatten(-2))
 
-    def _projections(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, user: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the candidates, keys and values of the users, by head."""
+        query_dim, key_dim = self._widths
+        key_heads = (self.num_kv_heads, self.head_dim)
+        bias_q = bias_kv = bias_k = bias_v = None
+        if self.in_proj_bias is not None:
+            bias_q, bias_kv = self.in_proj_bias[:query_dim], self.in_proj_bias[query_dim:]
         if self.in_proj_weight is not None:
-            query, key, value = self.in_proj_weight.chunk(3)
-            return query, key, value
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            # One matmul for both: the operator reads keys and values where they lie.
+            query = F.linear(candidate, self.in_proj_weight[:query_dim], bias_q)
+            both = F.linear(user, self.in_proj_weight[query_dim:], bias_kv).unflatten(-1, (2, *key_heads))
+            key, value = both.unbind(-3)
+        else:
+            if bias_kv is not None:
+                bias_k, bias_v = bias_kv[:key_dim], bias_kv[key_dim:]
+            query = F.linear(candidate, self.q_proj_weight, bias_q)
+            key = F.linear(user, self.k_proj_weight, bias_k).unflatten(-1, key_heads)
+            value = F.linear(user, self.v_proj_weight, bias_v).unflatten(-1, key_heads)
+        return query.unflatten(-1, (self.num_heads, self.head_dim)), key, value
 
     def _check_inputs(self, user: Tensor, candidate: Tensor, jagged: bool) -> None:
         for name, tensor in (("user", user), ("candidate", candidate)):
