@@ -6,6 +6,7 @@ heads, D head size.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class AttentionTile:
     keys: int
     warps: int
     stages: int
+
+    def halved(self) -> AttentionTile:
+        """Half the rows and keys, at most two stages: at most 64 KB of shared memory for every head size."""
+        return AttentionTile(max(16, self.rows // 2), max(16, self.keys // 2), self.warps, min(self.stages, 2))
 
 
 # Row tiles shrink with the rows a user has on average: one user's rows never share a tile with another's.
@@ -70,6 +75,20 @@ _BACKWARD_32BIT = (
     Row(AttentionTile(16, 16, 4, 1), {"head_size": 128}),
     Row(AttentionTile(16, 16, 8, 1)),
 )
+
+
+_ROOMY = 128 << 10
+"""Bytes of shared memory per block that the tables' tiles may need. A100 and H100 have it, L4, A10 and MI300 do not."""
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block can have; as many as anybody wants where there is no GPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    most = getattr(properties, "shared_memory_per_block_optin", 0)
+    return int(most or properties.shared_memory_per_block)
 
 
 _index_values: Any = WeakIdKeyDictionary()
@@ -188,7 +207,8 @@ class Problem:
 
     def tile(self, narrow: Any, wide: Any) -> AttentionTile:
         table = wide if self.query.dtype is torch.float32 else narrow
-        return pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
+        tile = pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
+        return tile.halved() if _shared_memory(self.query.device) < _ROOMY else tile
 
 
 def row_slots(problem: Problem, rows: int) -> int:

@@ -122,40 +122,56 @@ def test_hopper_forward_waits_for_values_after_the_softmax() -> None:
         assert between[1][1] >= 64, runs
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS))
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_portable(target: str, dtype: str) -> None:
+ROOMY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
+CRAMPED = {"sm_80": 101376, "gfx942": 65536}
+"""Bytes of shared memory per block; 99 KB is what consumer GPUs with the instructions of an sm_80 have."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "head_size"), [("bf16", 96), ("fp16", 256), ("fp32", 96)])
+@pytest.mark.parametrize(
+    ("target", "limit", "is_cramped"),
+    [*((target, limit, False) for target, limit in ROOMY.items()), *((*x, True) for x in CRAMPED.items())],
+)
+def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_size: int) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
     from ikbo_recsys.kernels._tiles import pick
     from ikbo_recsys.kernels._triton import cross_attention as forward
     from ikbo_recsys.kernels._triton import cross_attention_backward as backward
 
+    assert target in TARGETS
+    block = 1 << (head_size - 1).bit_length()
     common = {
-        **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": 96, "BLOCK_D": 128, "KV_LAYOUT": 2, "PERMUTED": True},
-        "PRECISION": "ieee",
+        **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": head_size, "BLOCK_D": block, "KV_LAYOUT": 2},
+        **{"PERMUTED": True, "PRECISION": "ieee"},
     }
-    is_wide = dtype == "fp32"
+    narrow = dtype != "fp32"
     for kernel, table, more in (
-        (forward.attention_forward, launch._FORWARD_16BIT, {"STORE_LSE": True}),
-        (backward.attention_backward_query, launch._BACKWARD_QUERY_16BIT, {"SCALE": 0.1, "NEED_DQ": True}),
+        (
+            forward.attention_forward,
+            launch._FORWARD_16BIT if narrow else launch._FORWARD_32BIT,
+            {"STORE_LSE": True},
+        ),
+        (
+            backward.attention_backward_query,
+            launch._BACKWARD_QUERY_16BIT if narrow else launch._BACKWARD_32BIT,
+            {"SCALE": 0.1, "NEED_DQ": True},
+        ),
         (
             backward.attention_backward_key_value,
-            launch._BACKWARD_KEY_VALUE_16BIT,
+            launch._BACKWARD_KEY_VALUE_16BIT if narrow else launch._BACKWARD_32BIT,
             {"SCALE": 0.1, "SPLITS": 1, "NEED_DK": True, "NEED_DV": True},
         ),
     ):
-        if is_wide:
-            table = launch._FORWARD_32BIT if kernel is forward.attention_forward else launch._BACKWARD_32BIT
-        tile = pick(table, head_size=96, user_rows=4096)
+        tile = pick(table, head_size=head_size, user_rows=4096)
+        tile = tile.halved() if is_cramped else tile
         constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
         signature = _signature(kernel, dtype, constexprs)
         aligned = [name for name in signature if name.startswith("stride") or name in ("q_ptr", "k_ptr", "v_ptr")]
         compiled = compile_kernel(
             kernel, signature, constexprs, target=target, aligned=aligned, num_warps=tile.warps, num_stages=tile.stages
         )
-        # 64 KB is what an AMD gfx942 has, 163 KB an A100.
-        limit = {"gfx942": 65536, "sm_80": 166912}.get(target, 232448)
-        assert compiled.shared_memory <= limit, (kernel.__name__, tile, compiled.shared_memory)
+        assert_fits(compiled, limit)
 
 
 def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
