@@ -62,6 +62,54 @@ def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int)
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("user_k", "cand_k"), [(1, 1), (9, 70), (64, 128), (100, 33)])
+def test_padded_weight(dtype: torch.dtype, user_k: int, cand_k: int) -> None:
+    """The whole portable forward pass, with the weight padded so that its loads have no masks."""
+    from ikbo_recsys.kernels import _compression_launch, _linear_launch
+
+    user, cand = torch.randn(3, user_k, 20, dtype=dtype), torch.randn(5, cand_k, 20, dtype=dtype)
+    weight, bias, index = (
+        torch.randn(35, user_k + cand_k, dtype=dtype),
+        torch.randn(35, dtype=dtype),
+        random_index(3, 5),
+    )
+    user_part = weight[:, :user_k].double() @ user.double() + bias.double()[:, None]
+    expected = user_part[index] + weight[:, user_k:].double() @ cand.double()
+    result = _compression_launch.forward("triton", user, cand, weight, index, bias)
+    assert relative_error(result, expected) < TOLERANCE[dtype]
+    result = _linear_launch.forward(user[:, :, 0], cand[:, :, 0], weight, index, bias, None)
+    assert relative_error(result, expected[:, :, 0]) < TOLERANCE[dtype]
+
+
+@interpreted
+@pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, True, False, True)])
+def test_backward(needs: tuple[bool, ...]) -> None:
+    from ikbo_recsys.kernels import _compression_launch, _linear_launch
+
+    tensors = torch.randn(3, 6, 4), torch.randn(7, 9, 4), torch.randn(5, 15)
+    index, grad = random_index(3, 7), torch.randn(7, 5, 4)
+    exact = [x.double().requires_grad_() for x in (*tensors, torch.zeros(5))]
+    user, cand, weight, bias = exact
+    ((weight[:, :6] @ user)[index] + weight[:, 6:] @ cand + bias[:, None]).backward(grad.double())
+    grads = _compression_launch.backward(grad, *tensors, index, None, needs)
+    for mine, true, needed in zip(grads, exact, needs, strict=True):
+        assert (mine is not None) == needed
+        assert mine is None or relative_error(mine, true.grad) < 1e-6
+    for leaf in exact:
+        leaf.grad = None
+    ((user[:, :, 0] @ weight[:, :6].t())[index] + cand[:, :, 0] @ weight[:, 6:].t() + bias).backward(
+        grad[:, :, 0].double()
+    )
+    vectors = (tensors[0][:, :, 0], tensors[1][:, :, 0], tensors[2])
+    grads = _linear_launch.backward(grad[:, :, 0], *vectors, index, None, needs)
+    true_grads = (user.grad[:, :, 0], cand.grad[:, :, 0], weight.grad, bias.grad)
+    for mine, true, needed in zip(grads, true_grads, needs, strict=True):
+        assert (mine is not None) == needed
+        assert mine is None or relative_error(mine, true) < 1e-6
+
+
+@interpreted
 def test_mix_clamps_a_wrong_index() -> None:
     from ikbo_recsys.kernels._triton import compression_linear as kernels
 

@@ -68,7 +68,7 @@ def segment_sum(x: Tensor, index: CandidateIndex | Tensor, num_users: int | None
     _checks.check_same_device(x=x, index=to_user)
     if x.dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
-    if x.is_cuda:
+    if x.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         return _segment_launch.segment_sum(x, to_user, offsets, num_users)
     return reference.segment_sum(x, to_user, num_users)
 

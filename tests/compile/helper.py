@@ -56,10 +56,14 @@ class Compiled:
 
     @cached_property
     def ptxas_log(self) -> str:
-        """The assembler's remarks, such as that it serialised wgmma (C7510 and its neighbours) or ignored
+        """What the assembler says, such as that it serialised wgmma (C7510 and its neighbours) or ignored
         setmaxnreg."""
-        arguments = ["-v", "--gpu-name", f"{self.target}a", "-o", os.devnull]
-        return _nvidia_tool("ptxas", arguments, self.kernel.asm["ptx"].encode(), ".ptx")
+        arguments = ["-v", f"--gpu-name={self.target}a", "-o", os.devnull]
+        ptx = self.kernel.asm["ptx"].encode()
+        try:
+            return _nvidia_tool("ptxas", arguments, ptx, ".ptx")
+        except subprocess.CalledProcessError:  # from Triton 3.9 on, the PTX is of a version that only this one reads
+            return _nvidia_tool("ptxas-blackwell", arguments, ptx, ".ptx")
 
     def opcodes(self) -> Counter[str]:
         """How often each SASS opcode occurs, without its modifiers."""

@@ -182,17 +182,14 @@ def user_part_kernel(
         mbarrier.init(empty.index(i), count=1)
     # The next kernel may take the multiprocessors that this grid leaves free; it waits before it reads `out`.
     launch_dependent_grid()
-    sizes: gl.constexpr = (ROW_TILES, COL_TILES, STEPS, STAGES)
-    consumer_sizes: gl.constexpr = (ROW_TILES, COL_TILES, STEPS, STAGES, HAS_BIAS)
-    buffers = (weight_bufs, user_bufs, full, empty)
-    gl.warp_specialize(
-        [
-            (user_consumer, buffers + (bias_ptr, out_ptr, M, tiles) + consumer_sizes),
-            (user_producer, (weight_desc, user_desc) + buffers + (tiles,) + sizes),
-        ],
-        [1],
-        [24],
-    )
+    # fmt: off
+    gl.warp_specialize([
+        (user_consumer, (weight_bufs, user_bufs, full, empty, bias_ptr, out_ptr, M, tiles,
+                         ROW_TILES, COL_TILES, STEPS, STAGES, HAS_BIAS)),
+        (user_producer, (weight_desc, user_desc, weight_bufs, user_bufs, full, empty, tiles,
+                         ROW_TILES, COL_TILES, STEPS, STAGES)),
+    ], [1], [24])
+    # fmt: on
 
 
 # ---- the candidates' part
@@ -443,15 +440,16 @@ def candidate_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    buffers = (weight_bufs, cand_bufs, weight_full, full, empty)
-    arguments = (out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks) + buffers
-    sizes: gl.constexpr = (ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)
-    gl.warp_specialize(
-        [
-            (candidate_consumer, (0,) + arguments + sizes),
-            (candidate_consumer, (1,) + arguments + sizes),
-            (candidate_producer, (weight_desc, cand_desc, batch, tail_blocks) + buffers + sizes),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    # fmt: off
+    gl.warp_specialize([
+        (candidate_consumer, (0, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                              weight_bufs, cand_bufs, weight_full, full, empty,
+                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+        (candidate_consumer, (1, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                              weight_bufs, cand_bufs, weight_full, full, empty,
+                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+        (candidate_producer, (weight_desc, cand_desc, batch, tail_blocks,
+                              weight_bufs, cand_bufs, weight_full, full, empty,
+                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+    ], [4, 1], [240, 24])
+    # fmt: on

@@ -1,0 +1,179 @@
+"""What the kernels share, without a GPU: the path choice, the tile tables, the cache of weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from ikbo_recsys.kernels import _backend, _launch, _tiles, compression_linear, linear, segment_sum
+from ikbo_recsys.kernels._backend import BackendError, choose, explain, use_backend
+
+ORDER = [("gluon", "fast"), ("triton", "portable"), ("torch", "plain")]
+
+
+def test_auto_takes_the_first_that_can() -> None:
+    choice = choose({"torch": None, "triton": None, "gluon": "no Hopper"}, ORDER)
+    assert (choice.path, choice.reason, dict(choice.refused)) == ("triton", "portable", {"gluon": "no Hopper"})
+    assert "not gluon: no Hopper" in str(choice)
+
+
+def test_a_requested_path_is_taken_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {"torch": None, "triton": None, "gluon": "no Hopper"}
+    with use_backend("torch"):
+        assert choose(refusals, ORDER).path == "torch"
+        with use_backend("gluon"), pytest.raises(BackendError, match="gluon.*no Hopper"):
+            choose(refusals, ORDER)
+        assert choose(refusals, ORDER).path == "torch"
+    monkeypatch.setenv("IKBO_BACKEND", "triton")
+    assert choose(refusals, ORDER).path == "triton"
+    with pytest.raises(BackendError, match="no such path"):
+        choose({"torch": None}, ORDER)
+    with use_backend("auto"):
+        assert choose(refusals, ORDER).path == "triton"
+    monkeypatch.setenv("IKBO_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"IKBO_BACKEND.*'cuda'"):
+        choose(refusals, ORDER)
+    with pytest.raises(ValueError, match="'cuda'"), use_backend("cuda"):
+        pass
+
+
+def test_operators_on_the_cpu() -> None:
+    user, cand, weight = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(6, 5)
+    index = torch.zeros(5, dtype=torch.int64)
+    choice = explain(compression_linear, user, cand, weight, index)
+    assert choice.path == "torch"
+    assert set(choice.refused) == {"triton", "gluon"}
+    assert explain("linear", user[..., 0], cand[..., 0], weight, index).path == "torch"
+    assert explain("segment_sum", cand, index, 2).path == "torch"
+    for path in ("triton", "gluon"):
+        with use_backend(path), pytest.raises(BackendError, match=path):
+            compression_linear(user, cand, weight, index)
+    with use_backend("triton"), pytest.raises(BackendError, match="triton"):
+        linear(user[..., 0], cand[..., 0], weight, index)
+    with use_backend("triton"), pytest.raises(BackendError, match="triton"):
+        segment_sum(cand, index, 2)
+    with use_backend("torch"):
+        compression_linear(user, cand, weight, index)
+        segment_sum(cand, index, 2)
+    with pytest.raises(ValueError, match="'nothing'"):
+        explain("nothing")
+
+
+def test_every_shape_has_a_tile() -> None:
+    for rows in (1, 63, 64, 65, 433, 5000):
+        for cols in (1, 64, 65, 256, 1000):
+            for contracted in (1, 15, 17, 866):
+                for size in (2, 4):
+                    tiles = [
+                        _tiles.mix_tile(rows, cols, contracted, size),
+                        _tiles.outer_tile(rows, cols, size),
+                        _tiles.linear_tile(cols, contracted, size),
+                    ]
+                    for tile in tiles:
+                        assert 16 <= tile.step <= 64
+                        assert all(n & (n - 1) == 0 for n in (tile.rows, tile.cols, tile.step))
+                        # One block has 99 KiB on the smallest target.
+                        assert (tile.rows + tile.cols) * tile.step * size * tile.stages <= 99 * 1024
+
+
+def test_first_row_that_fits() -> None:
+    table = (_tiles.Row("small", {"m": 4, "n": 4}), _tiles.Row("flat", {"m": 4}), _tiles.Row("any"))
+    assert [_tiles.pick(table, m=m, n=n) for m, n in ((4, 4), (4, 5), (5, 4))] == ["small", "flat", "any"]
+    with pytest.raises(LookupError):
+        _tiles.pick(table[:2], m=9, n=9)
+
+
+def test_splits_fill_the_gpu_and_keep_work_for_each() -> None:
+    for tiles in (1, 10, 1000):
+        for batch in (1, 5, 1000, 100_000):
+            splits = _tiles.splits(tiles, batch, 132)
+            assert 1 <= splits <= max(1, batch)
+    for programs in (1, 100, 10_000):
+        for batch, users in ((1, 1), (1000, 1), (70_000, 7), (10, 100)):
+            splits = _tiles.segment_splits(programs, batch, users, 132)
+            assert splits >= 1
+            assert splits & (splits - 1) == 0
+
+
+@pytest.fixture
+def made() -> list[torch.Tensor]:
+    return []
+
+
+@pytest.fixture
+def cache(made: list[torch.Tensor]) -> _launch.WeightCache:
+    def make(weight: torch.Tensor, times: float) -> torch.Tensor:
+        made.append(weight)
+        return weight * times
+
+    return _launch.WeightCache(make)
+
+
+def change_in_place(w: Any) -> None:
+    with torch.no_grad():
+        w.add_(1)
+
+
+def change_data(w: Any) -> None:
+    w.data = torch.randn_like(w)
+
+
+def step(w: Any) -> None:
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=0.1).step()
+
+
+def load(w: Any) -> None:
+    module = torch.nn.Module()
+    module.weight = w
+    module.load_state_dict({"weight": torch.randn_like(w)})
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_data, step, load])
+def test_weight_cache(cache: _launch.WeightCache, made: list[Any], change: Any) -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    assert cache.get(weight, 2.0) is cache.get(weight, 2.0)
+    assert len(made) == 1
+    change(weight)
+    assert torch.equal(cache.get(weight, 2.0), weight.detach() * 2)
+    assert torch.equal(cache.get(weight, 3.0), weight.detach() * 3)
+    assert not cache.get(weight, 3.0).requires_grad
+
+
+def test_weight_cache_dies_with_the_weight(cache: _launch.WeightCache) -> None:
+    module = torch.nn.Linear(3, 4)
+    watch = weakref.ref(cache.get(module.weight, 2.0))
+    assert list(module.state_dict()) == ["weight", "bias"]
+    twin = copy.deepcopy(module)
+    assert torch.equal(cache.get(twin.weight, 2.0), watch())
+    del module
+    gc.collect()
+    assert watch() is None
+
+
+def test_weight_cache_does_not_keep_inference_tensors(cache: _launch.WeightCache) -> None:
+    with torch.inference_mode():
+        weight = torch.randn(3)
+        first = cache.get(weight, 2.0)
+        weight.add_(1)
+        assert not torch.equal(cache.get(weight, 2.0), first)
+
+
+def test_tma_alignment() -> None:
+    x = torch.zeros(4, 6, 16, dtype=torch.float16)
+    assert _launch.is_tma_ready(x)
+    assert not _launch.is_tma_ready(x[..., 1:])
+    assert not _launch.is_tma_ready(x.mT)
+    assert not _launch.is_tma_ready(torch.zeros(3, 5, dtype=torch.float16))
+
+
+def test_facts_without_a_gpu() -> None:
+    cpu = torch.device("cpu")
+    assert _backend.capability(cpu) == (0, 0)
+    assert "on a GPU" in str(_backend.portable_refusal(cpu, torch.float16))
+    assert _backend.hopper_refusal(cpu) is not None
