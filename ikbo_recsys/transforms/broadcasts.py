@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from ikbo_recsys.transforms.axes import concatenate, sink, take
-from ikbo_recsys.transforms.builder import is_random, packet_name
+from ikbo_recsys.transforms.builder import is_pure, packet_name
 from ikbo_recsys.transforms.report import hint
 from ikbo_recsys.transforms.rules import rule
 from ikbo_recsys.transforms.values import (
@@ -49,27 +50,56 @@ _SAME_INDEX = frozenset(
 _SAME_ROWS = frozenset(f"aten.{n}" for n in ("unsqueeze", "view", "reshape", "squeeze", "flatten", "ravel"))
 
 
-def canonical(node: Node) -> Node:
-    """The index behind casts and views of it: `idx`, `idx.long()` and `idx.view(-1)` are one index."""
+def canonical(w: Walk, node: Node) -> Node:
+    """The index behind casts and views of it: `idx`, `idx.long()`, `idx.view(-1)` and a row of `stack([idx, ...])`
+    are one."""
     while True:
-        name = packet_name(node.target)
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is None or node.op != "call_function":
-            return node
-        val, before = node.meta.get("val"), source.meta.get("val")
-        if not isinstance(val, torch.Tensor) or not isinstance(before, torch.Tensor) or before.dim() != 1:
-            if name in _SAME_ROWS and isinstance(before, torch.Tensor) and _same_numel(val, before):
-                inner = canonical_view(source)
-                if inner is not None:
-                    node = inner
-                    continue
-            return node
-        casts = name in ("aten.to", "aten._to_copy") and val.device == before.device
-        integers = before.dtype in (torch.int32, torch.int64) and val.dtype in (torch.int32, torch.int64)
-        same_rows = name in _SAME_ROWS and val.dim() == 1 and _same_numel(val, before)
-        if not (name in _SAME_INDEX or same_rows or (casts and integers)):
+        source = _row_of_stack(w, node)
+        if source is None:
+            source = _same_index(node)
+        if source is None:
             return node
         node = source
+
+
+def _same_index(node: Node) -> Node | None:
+    """The one-dimensional integer tensor that `node` is a cast or a view of, if it is."""
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if node.op != "call_function" or source is None:
+        return None
+    name, val, before = packet_name(node.target), node.meta.get("val"), source.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not isinstance(before, torch.Tensor) or not _same_numel(val, before):
+        return None
+    if before.dim() != 1:
+        return canonical_view(source) if name in _SAME_ROWS else None
+    casts = name in ("aten.to", "aten._to_copy") and val.device == before.device
+    integers = {val.dtype, before.dtype} <= {torch.int32, torch.int64}
+    same_rows = name in _SAME_ROWS and val.dim() == 1
+    return source if name in _SAME_INDEX or same_rows or (casts and integers) else None
+
+
+def _row_of_stack(w: Walk, node: Node) -> Node | None:
+    """The tensor that was stacked, where `node` takes one row of a stack (as torchrec does with inverse indices)."""
+    args = node.args
+    if node.target is operator.getitem and isinstance(args[0], Node) and args[0].target is aten.unbind.int:
+        if args[0].args[1:] not in ((), (0,)):
+            return None
+        return _row(w, args[0].args[0], args[1])
+    if node.target is aten.select.int and args[1] == 0:
+        return _row(w, args[0], args[2])
+    return None
+
+
+def _row(w: Walk, matrix: Any, row: Any) -> Node | None:
+    if not isinstance(row, int) or row < 0:
+        return None
+    if matrix.target is aten.stack.default and matrix.args[1:] in ((), (0,)):
+        found: Node = matrix.args[0][row]
+        return found
+    if matrix.target is aten.index_select.default and matrix.args[1] == 0:
+        order = constant_value(w, matrix.args[2])
+        return None if order is None else _row(w, matrix.args[0], int(order[row]))
+    return None
 
 
 def canonical_view(node: Node) -> Node | None:
@@ -97,7 +127,7 @@ def look_up(w: Walk, source: Value, dim: int, index: Value) -> Value | None:
         if inner_index is not None:  # an index that is looked up itself: two levels
             inner = _look_up_or_copy(w, source, dim, inner_index)
             return Compact(inner, level, dim)
-    node = canonical(w.build.whole(index))
+    node = canonical(w, w.build.whole(index))
     chosen = _pick_pieces(w, source, dim, node)
     if chosen is not None:
         return chosen
@@ -156,24 +186,39 @@ def _pick_pieces(w: Walk, source: Value, dim: int, index: Node) -> Value | None:
 
 def constant_value(w: Walk, node: Node) -> torch.Tensor | None:
     """The value of a node that is computed from constants only."""
+    value = _constant(w, node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _constant(w: Walk, node: Node) -> Any:
     if node.op in ("placeholder", "get_attr"):
         return w.constants.get(node.name if node.op == "placeholder" else str(node.target))
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if node.op != "call_function" or not is_pure(target):
         return None
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or not is_static(val.numel()) or val.numel() > 1 << 16 or is_random(target):
+    if any(not is_static(t.numel()) or t.numel() > _LARGEST_CONSTANT for t in _tensors_of(node.meta.get("val"))):
         return None
-    known: dict[Node, Any] = {}
-    for source in node.all_input_nodes:
-        value = constant_value(w, source)
-        if value is None:
-            return None
-        known[source] = value
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
+    known: dict[Node, Any] = {source: _constant(w, source) for source in node.all_input_nodes}
+    if any(value is None for value in known.values()):
+        return None
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Held(known[n]))  # type: ignore[arg-type, return-value]
+    args, kwargs = pytree.tree_map_only(_Held, lambda held: held.value, (args, kwargs))
     with torch.no_grad(), unset_fake_temporarily():
-        result = target(*args, **kwargs)
-    return result if isinstance(result, torch.Tensor) else None
+        return target(*args, **kwargs)  # type: ignore[operator]
+
+
+class _Held:
+    """A value that `map_arg` does not look into."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _tensors_of(val: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
+
+
+_LARGEST_CONSTANT = 1 << 16
 
 
 # ---- spellings -----------------------------------------------------------------------------------------------------

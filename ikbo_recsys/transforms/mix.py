@@ -34,6 +34,7 @@ from ikbo_recsys.transforms.values import (
     Pieces,
     Plain,
     Value,
+    compact_rows,
     has_compact,
     is_lazy,
     is_static,
@@ -74,8 +75,11 @@ def combine(w: Walk, results: list[Value], function: Any = aten.add.Tensor) -> V
 
 def _group_key(value: Value, axis: int) -> Any:
     """Pieces with one key are contracted together."""
-    found = [(level.index, level.rows, where) for level, where in levels(value) if where != axis]
-    return found[0] if found else None
+    for level, where in levels(value):
+        rows = compact_rows(value, level, where)
+        if where != axis and rows is not None:
+            return level.index, level.rows, where, str(rows), None if level.index is not None else str(level.full)
+    return None
 
 
 def group_pieces(w: Walk, value: Value, axis: int) -> list[Value] | None:

@@ -28,6 +28,8 @@ from ikbo_recsys.transforms.report import Report, close
 from ikbo_recsys.transforms.tracing import INDEX_NAME, batch_symbols, export_model, export_with_index
 from ikbo_recsys.transforms.walk import RefusedError, Walk
 
+FAILED = "the pass failed, please report it"
+
 
 class NothingToOptimize(UserWarning):
     """The pass changed nothing."""
@@ -150,6 +152,9 @@ def rewrite(
         graph = walk.run()
     except RefusedError as refused:
         return Report(refused=str(refused)), {}
+    except Exception as error:
+        # A model that ran must go on running: whatever is wrong with the pass, the graph is as it was.
+        return Report(refused=f"{FAILED}: {type(error).__name__}: {error}"), {}
     report = close(walk.ledger, reference.graph, graph)
     if not report.changed:
         report.refused = _why_nothing(report)

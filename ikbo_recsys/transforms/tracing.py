@@ -6,8 +6,7 @@ Shape letters: U users, B candidates.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,13 +71,8 @@ def export_with_index(
     index = torch.arange(candidates, device=device) % users
     example_args, example_kwargs = pytree.tree_unflatten(leaves, spec)
     args_dims, kwargs_dims = pytree.tree_unflatten(dims, spec)
-    with _taking_index(model, chosen):
-        return _export(
-            model,
-            example_args,
-            {**example_kwargs, INDEX_NAME: index},
-            (args_dims, {**kwargs_dims, INDEX_NAME: {0: Dim("B")}}),
-        )
+    indexed_kwargs, indexed_dims = {**example_kwargs, INDEX_NAME: index}, {**kwargs_dims, INDEX_NAME: {0: Dim("B")}}
+    return _export(_TakingIndex(model, chosen), example_args, indexed_kwargs, (args_dims, indexed_dims))
 
 
 def _export(
@@ -141,32 +135,32 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-@contextmanager
-def _taking_index(model: nn.Module, chosen: set[int]) -> Iterator[None]:
-    """`model.forward` with the keyword input `to_user`, by which it broadcasts the chosen inputs itself."""
-    original = model.forward
-    signature = inspect.signature(original)
-    if INDEX_NAME in signature.parameters:
-        raise ValueError(f"the model has a parameter {INDEX_NAME!r} already: it broadcasts inside")
+class _TakingIndex(nn.Module):
+    """`model` with the keyword input `to_user`, by which the chosen inputs are broadcast before it.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        index = kwargs.pop(INDEX_NAME)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for i in chosen:
-            leaves[i] = leaves[i].index_select(0, index)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return original(*args, **kwargs)
+    It has the parameters, buffers and submodules of the model under the same names, so that a program exported
+    from it has the state_dict of the model.
+    """
 
-    extra = inspect.Parameter(INDEX_NAME, inspect.Parameter.KEYWORD_ONLY)
-    before = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    after = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    forward.__signature__ = signature.replace(parameters=[*before, extra, *after])  # type: ignore[attr-defined]
-    had = "forward" in model.__dict__
-    model.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if had:
-            model.__dict__["forward"] = original
-        else:
-            del model.__dict__["forward"]
+    def __init__(self, model: nn.Module, chosen: set[int]) -> None:
+        super().__init__()
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[registry] = model.__dict__[registry]
+        self.training = model.training
+        signature = inspect.signature(model.forward)
+        if INDEX_NAME in signature.parameters:
+            raise ValueError(f"the model has a parameter {INDEX_NAME!r} already: it broadcasts inside")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            index = kwargs.pop(INDEX_NAME)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            for i in chosen:
+                leaves[i] = leaves[i].index_select(0, index)
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return model(*args, **kwargs)
+
+        extra = inspect.Parameter(INDEX_NAME, inspect.Parameter.KEYWORD_ONLY)
+        before = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        after = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        forward.__signature__ = signature.replace(parameters=[*before, extra, *after])  # type: ignore[attr-defined]
+        self.__dict__["forward"] = forward

@@ -166,8 +166,11 @@ def peel(value: Value, level: Level, dim: int) -> Value | None:
         return None if inner is None else Compact(inner, value.level, value.dim)
     if value.dim == dim:
         return None
-    parts = [peel(part, level, dim) for part in value.parts]
-    return None if any(part is None for part in parts) else Pieces(tuple(p for p in parts if p is not None), value.dim)
+    parts = [inner for part in value.parts if (inner := peel(part, level, dim)) is not None]
+    if len(parts) < len(value.parts):
+        return None
+    rows = shape(parts[0])[dim]  # one index may serve two sources of different lengths
+    return Pieces(tuple(parts), value.dim) if all(same(shape(part)[dim], rows) for part in parts) else None
 
 
 def expanded_inner(value: Value, dim: int) -> Value | None:

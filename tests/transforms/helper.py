@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ikbo_recsys.transforms.optimize import rewrite
+from ikbo_recsys.transforms.optimize import FAILED, rewrite
 from ikbo_recsys.transforms.report import Report
 
 
@@ -37,6 +37,8 @@ def gradients(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tenso
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
-def rewritten(module: GraphModule, **options: Any) -> Report:
-    report, _ = rewrite(module, **options)
+def must_rewrite(module: GraphModule, skip: int = 0) -> Report:
+    """Run the pass in place (the first `skip` placeholders are parameters); it may refuse, but not fail."""
+    report, _ = rewrite(module, inputs_of(module, skip))
+    assert FAILED not in str(report.refused), report.refused
     return report
