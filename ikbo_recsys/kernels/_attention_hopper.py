@@ -62,6 +62,8 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: f
         return f"the kernels take positive scales, not {scale}"
     if key.shape[0 if is_jagged else 1] == 0:
         return "there is no history at all"
+    if sum((size - 1) * stride for size, stride in zip(query.shape, query.stride(), strict=True)) >= 2**34:
+        return f"query spans more than 2^34 elements, its strides are {query.stride()}"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not _is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and strides {tensor.stride()}"
@@ -166,6 +168,8 @@ def tile_table(problem: Problem, rows: int = _TILE_ROWS, chained: bool = False) 
 def _shared_table(problem: Problem) -> Tensor:
     """`tile_table`, made once for the layers and passes that share an index."""
     kv = problem.kv
+    if kv is not None and kv.is_inference():
+        return tile_table(problem, chained=True)
     kept = (problem.layout, problem.query.shape[1], problem.capacity, None if kv is None else (id(kv), kv._version))
     # `kv` is kept with the table, so that no other tensor can come to have its id.
     owned = None if kv is problem.offsets else kv

@@ -29,9 +29,8 @@ from ikbo_recsys.kernels._attention_launch import (
 )
 from ikbo_recsys.kernels._plan import is_traced, traceable
 
-_FEWEST_USER_ROWS = 128
-"""Query rows per user below which a 128-row tile is mostly empty and the portable kernel, which has smaller ones,
-wins."""
+_FEWEST_USER_ROWS = 512
+"""Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
 
 
 def choose(
@@ -145,14 +144,15 @@ def signature(
     scale: float | None,
 ) -> Hashable | None:
     """Everything that the checks and the choice of a path look at, or None when they have to look each time."""
-    if is_traced() or torch.is_autocast_enabled("cuda") or _checks.check_mode():
+    if is_traced() or _checks.check_mode():
         return None
     if not isinstance(index, (Tensor, CandidateIndex)):
         return None
     users = (None, _facts(index)) if isinstance(index, Tensor) else (index.num_users, _facts(index.to_user))
     offsets = None if isinstance(index, Tensor) else _facts(index.offsets)
     tensors = (_facts(query), _facts(key), _facts(value), _facts(kv_lengths), _facts(kv_offsets))
-    return (tensors, users, offsets, scale, _backend.requested_backend())
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return (tensors, users, offsets, scale, autocast, _backend.requested_backend())
 
 
 def repeat(known: Hashable, query: Tensor, key: Tensor, value: Tensor, index: Any, kv: Tensor | None) -> Tensor | None:
