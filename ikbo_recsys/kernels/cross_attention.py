@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex, _check_index_tensor
+from ikbo_recsys.candidate_index import CandidateIndex, check_count, check_index_tensor
 from ikbo_recsys.kernels import _backend, _checks, reference
 from ikbo_recsys.kernels._library import register_operator
 
@@ -144,23 +144,28 @@ def _check_key_value(
     """Check shapes, lengths and offsets; return U."""
     if kv_lengths is not None and kv_offsets is not None:
         raise ValueError("kv_lengths is for padded keys and kv_offsets for jagged ones: give one of them")
+    if max_kv_length is not None:
+        check_count("max_kv_length", max_kv_length)
+        if kv_offsets is None:
+            raise ValueError(f"max_kv_length is {max_kv_length} but only jagged keys, with kv_offsets, have one")
     layout = "U, T, Hkv, D" if kv_offsets is None else "sum T, Hkv, D"
     _checks.check_dims("key", key, layout)
     _checks.check_dims("value", value, layout)
-    for what, axis in (("batch size", 0), ("row count", 1), ("head count", -2), ("head size", -1)):
+    rows = ("user batch size", "row count") if kv_offsets is None else ("row count",)
+    for axis, what in enumerate((*rows, "head count", "head size")):
         _checks.check_equal_sizes(what, "key", key.shape[axis], "value", value.shape[axis])
     _checks.check_equal_sizes("head size", "query", query.shape[3], "key", key.shape[-1])
     heads, key_heads = query.shape[2], key.shape[-2]
     if key_heads == 0 or heads % key_heads != 0:
         raise ValueError(f"head count of query is {heads}, not a multiple of head count of key which is {key_heads}")
     if kv_offsets is not None:
-        _check_index_tensor("kv_offsets", kv_offsets)
+        check_index_tensor("kv_offsets", kv_offsets)
         if kv_offsets.shape[0] == 0:
             raise ValueError("kv_offsets has 0 entries but needs num_users + 1 of them, at least 1")
         _checks.check_offsets("kv_offsets", kv_offsets, key.shape[0], max_kv_length)
         return kv_offsets.shape[0] - 1
     if kv_lengths is not None:
-        _check_index_tensor("kv_lengths", kv_lengths)
+        check_index_tensor("kv_lengths", kv_lengths)
         _checks.check_equal_sizes("user batch size", "kv_lengths", kv_lengths.shape[0], "key", key.shape[0])
         _checks.check_lengths("kv_lengths", kv_lengths, key.shape[1])
     return key.shape[0]
