@@ -196,6 +196,20 @@ def test_wrong_offsets_stay_inside(bad: int) -> None:
     launch.forward(replace(problem, offsets=offsets, kv=kv), True)
 
 
+@interpreted
+def test_falling_offsets_stay_inside_the_table() -> None:
+    """Every other user claims all the candidates: far more tiles than the table has room for."""
+    from dataclasses import replace
+
+    from ikbo_recsys.kernels._attention_hopper import tile_table
+
+    problem, *_ = _problem(8, 40, 5, 9, (1, 1), 8, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    table = tile_table(replace(problem, offsets=torch.tensor([0, 40] * 4 + [0])), rows=4)
+    assert int(table[0, 0]) == table.shape[0] - 1
+    rows, ends = table[1:, 0], table[1:, 1]
+    assert bool(((rows >= 0) & (rows < ends) & (ends <= 200)).all())
+
+
 def _call(seed: int, grouped: bool, first: bool) -> tuple:
     """One call through the public function, or the repetition of one, against its twin; operands and signature."""
     from ikbo_recsys import CandidateIndex, kernels

@@ -153,7 +153,8 @@ def tile_table(problem: Problem, rows: int = _TILE_ROWS, chained: bool = False) 
 
     device = problem.query.device
     offsets, _, kv = problem.index_pointers()
-    table = torch.empty((1 + row_slots(problem, rows), TILE_FIELDS), dtype=torch.int32, device=device)
+    limit = row_slots(problem, rows)
+    table = torch.empty((1 + limit, TILE_FIELDS), dtype=torch.int32, device=device)
     launch = Launch(
         fill_tile_table,
         problem.index_key(),
@@ -161,7 +162,7 @@ def tile_table(problem: Problem, rows: int = _TILE_ROWS, chained: bool = False) 
         {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": _TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
         num_warps=4,
     )
-    launch((table, offsets, kv, *problem.sizes()))
+    launch((table, offsets, kv, *problem.sizes(), limit))
     return table
 
 

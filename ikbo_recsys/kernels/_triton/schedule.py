@@ -86,7 +86,7 @@ def _users_block(
     return start, end, first_key, keys, tiles
 
 
-@triton.jit(do_not_specialize=["offsets_ptr", "kv_ptr", "num_users", "num_items", "seeds", "capacity"])
+@triton.jit(do_not_specialize=["offsets_ptr", "kv_ptr", "num_users", "num_items", "seeds", "capacity", "limit"])
 def fill_tile_table(
     table_ptr,
     offsets_ptr,
@@ -95,6 +95,7 @@ def fill_tile_table(
     num_items,
     seeds,
     capacity,
+    limit,
     ROWS: tl.constexpr,
     KV_LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,8 +106,9 @@ def fill_tile_table(
 
     A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller
     number): each program sums those over all users, BLOCK x BLOCK comparisons at a time, so no program waits for
-    another. With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by
-    itself.
+    another. Offsets that fall make more tiles than there can be; `limit`, the size of the table, keeps them inside.
+
+    With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -126,11 +128,11 @@ def fill_tile_table(
         place += tl.sum(tl.where(before, other_tiles[None, :], 0), 1)
         total += tl.sum(other_tiles, 0)
     if tl.program_id(0) == 0:
-        tl.store(table_ptr, total)
+        tl.store(table_ptr, tl.minimum(total, limit))
     most = tl.max(tiles, 0)
     for first in range(0, most, STEP):
         tile = first + tl.arange(0, STEP)[None, :]
-        mask = tile < tiles[:, None]
+        mask = (tile < tiles[:, None]) & (place[:, None] >= 0) & (place[:, None] + tile < limit)
         entry = table_ptr + (1 + place[:, None] + tile) * 4
         tl.store(entry, start[:, None] + tile * ROWS, mask=mask)
         tl.store(entry + 1, end[:, None] + tile * 0, mask=mask)
