@@ -169,6 +169,8 @@ def test_tma_alignment() -> None:
     assert _launch.is_tma_ready(x)
     assert not _launch.is_tma_ready(x[..., 1:])
     assert not _launch.is_tma_ready(x.mT)
+    assert _launch.is_tma_ready(torch.zeros(1, 5, 8, dtype=torch.float16)[:, ::5])
+    assert not _launch.is_tma_ready(x[:1].expand(3, 6, 16))
     assert not _launch.is_tma_ready(torch.zeros(3, 5, dtype=torch.float16))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, multiprocessors
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
 
 ROWS = 64
@@ -80,17 +80,9 @@ def type_refusal(dtype: torch.dtype) -> str | None:
 def refusal(user: Tensor, cand: Tensor) -> str | None:
     """Why the kernels cannot take the call, or None. Device, library and empty tensors are looked at elsewhere."""
     for name, tensor in (("user", user), ("cand", cand)):
-        if not _is_tma_ready(tensor):
+        if not is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and its strides {tensor.stride()}"
     return type_refusal(cand.dtype)
-
-
-def _is_tma_ready(tensor: Tensor) -> bool:
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % TMA_ALIGNMENT:
-        return False
-    step = TMA_ALIGNMENT // tensor.element_size()
-    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
-    return all(n == 1 or (stride > 0 and stride % step == 0) for n, stride in zip(sizes, strides, strict=True))
 
 
 def compression_linear(

@@ -53,12 +53,15 @@ def input_precision(dtype: torch.dtype) -> str:
 
 
 def is_tma_ready(tensor: Tensor) -> bool:
-    """Whether a TMA descriptor can be made of the tensor as it is: innermost stride 1, everything else 16-byte
-    aligned."""
+    """Whether a TMA descriptor fits the tensor as it is: innermost stride 1, everything else in multiples of 16 bytes.
+
+    The stride of a dimension of size 1 is never used; a stride of 0 (an expanded dimension) has no descriptor.
+    """
     if tensor.stride(-1) != 1 or tensor.data_ptr() % TMA_ALIGNMENT:
         return False
-    size = tensor.element_size()
-    return all(stride * size % TMA_ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+    step = TMA_ALIGNMENT // tensor.element_size()
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return all(n == 1 or (stride > 0 and stride % step == 0) for n, stride in outer)
 
 
 def multiprocessors(device: torch.device) -> int:
