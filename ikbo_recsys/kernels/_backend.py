@@ -37,16 +37,14 @@ class Choice:
         path: "torch", "triton" or "gluon".
         reason: why this one.
         refused: for each path that cannot take the call, why not.
-        method: what the path does, where it has several ways (for example "cublas" or "fused"); empty otherwise.
     """
 
     path: str
     reason: str
     refused: Mapping[str, str]
-    method: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.path}{f' ({self.method})' if self.method else ''}: {self.reason}"]
+        lines = [f"{self.path}: {self.reason}"]
         lines += [f"  not {path}: {why}" for path, why in self.refused.items()]
         return "\n".join(lines)
 
@@ -87,13 +85,12 @@ def use_backend(name: str) -> Iterator[None]:
         _override = before
 
 
-def choose(refusals: Mapping[str, str | None], order: Sequence[tuple[str, str]], method: str = "") -> Choice:
+def choose(refusals: Mapping[str, str | None], order: Sequence[tuple[str, str]]) -> Choice:
     """Pick a path.
 
     Args:
         refusals: for every path, why it cannot take the call, or None. A path that is not named does not exist.
         order: (path, reason) in the order that `auto` prefers, best first; the last one must never refuse.
-        method: recorded in the choice.
 
     Raises:
         BackendError: the requested path refuses.
@@ -104,10 +101,10 @@ def choose(refusals: Mapping[str, str | None], order: Sequence[tuple[str, str]],
         why = refused.get(requested) if requested in refusals else "this operator has no such path"
         if why is not None:
             raise BackendError(f"the {requested} path was requested and cannot take this call: {why}")
-        return Choice(requested, "requested", refused, method)
+        return Choice(requested, "requested", refused)
     for path, reason in order:
         if path not in refused:
-            return Choice(path, reason, refused, method)
+            return Choice(path, reason, refused)
     raise AssertionError(f"every path refused: {refused}")
 
 

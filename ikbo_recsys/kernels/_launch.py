@@ -69,10 +69,6 @@ def multiprocessors(device: torch.device) -> int:
     return _backend.multiprocessors(device) if device.type == "cuda" else 1
 
 
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
