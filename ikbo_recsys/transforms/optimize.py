@@ -49,7 +49,11 @@ class Optimized:
 
     def module(self) -> nn.Module:
         """The program as a module: called as the model was, trained as it was (it holds the model's own parameters)."""
-        return self.program.module(check_guards=False)
+        module = self.program.module(check_guards=False)
+        # The check of all input sizes takes a millisecond of Python per call, more than a small model does.
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+        return module
 
 
 def optimize(

@@ -128,14 +128,14 @@ def torchrec_cases() -> list[ModelCase]:
     from torchrec.models import dlrm
     from torchrec.models.deepfm import SimpleDeepFMNN
 
-    over = [32, 16, 1]
+    over = [4 * DIM, 2 * DIM, 1]
     return [
-        _torchrec("DLRM", lambda ebc: dlrm.DLRM(ebc, 5, [16, DIM], over)),
-        _torchrec("DLRM_DCN", lambda ebc: dlrm.DLRM_DCN(ebc, 5, [16, DIM], over, 2, 8)),
+        _torchrec("DLRM", lambda ebc: dlrm.DLRM(ebc, 5, [2 * DIM, DIM], over)),
+        _torchrec("DLRM_DCN", lambda ebc: dlrm.DLRM_DCN(ebc, 5, [2 * DIM, DIM], over, 2, 8)),
         _torchrec(
-            "DLRM_Projection", lambda e: dlrm.DLRM_Projection(e, 5, [16, DIM], over, [4 * DIM] * 2, [4 * DIM] * 2)
+            "DLRM_Projection", lambda e: dlrm.DLRM_Projection(e, 5, [2 * DIM, DIM], over, [4 * DIM] * 2, [4 * DIM] * 2)
         ),
-        _torchrec("SimpleDeepFMNN", lambda ebc: SimpleDeepFMNN(5, ebc, 16, 8)),
+        _torchrec("SimpleDeepFMNN", lambda ebc: SimpleDeepFMNN(5, ebc, 2 * DIM, DIM)),
     ]
 
 
@@ -150,7 +150,7 @@ def rechub_cases() -> list[ModelCase]:
     item = [SparseFeature(k, ROWS, DIM) for k in ITEM_KEYS]
     dense = [DenseFeature("u_dense")]
     history = [SequenceFeature("u_history", ROWS, DIM, pooling="concat", shared_with="c0")]
-    tower = {"dims": [32, 16], "dropout": 0.0, "activation": "relu"}
+    tower = {"dims": [4 * DIM, 2 * DIM], "dropout": 0.0, "activation": "relu"}
 
     def case(name: str, build: Callable[[], nn.Module], features: list[Any], **options: Any) -> ModelCase:
         def inputs(users: int, candidates: int, g: torch.Generator) -> tuple[tuple[Any, ...], Tensor]:
@@ -172,7 +172,9 @@ def rechub_cases() -> list[ModelCase]:
     ones = ((1, 1),)
     r = ranking
     return [
-        case("DIN", lambda: r.DIN(user, history, item[:1], {"dims": [32, 16]}, {"dims": [16]}), sequence),
+        case(
+            "DIN", lambda: r.DIN(user, history, item[:1], {"dims": [4 * DIM, 2 * DIM]}, {"dims": [2 * DIM]}), sequence
+        ),
         case("DCN", lambda: r.DCN(both, 3, dict(tower)), both),
         case("DCNv2", lambda: r.DCNv2(both, 3, dict(tower), use_low_rank_mixture=False), both),
         case("DCNv2 mixture", lambda: r.DCNv2(both, 2, dict(tower)), both, skip=ones),
@@ -208,7 +210,7 @@ def deepctr_cases() -> list[ModelCase]:
     item = [*(SparseFeat(k, ROWS, DIM) for k in ITEM_KEYS), DenseFeat("c_dense", 1)]
     columns = user + item
     sparse = [c for c in columns if isinstance(c, SparseFeat)]
-    net = {"dnn_hidden_units": (32, 16), "init_std": 0.1}
+    net = {"dnn_hidden_units": (4 * DIM, 2 * DIM), "init_std": 0.1}
 
     def case(name: str, build: Callable[[], nn.Module], **options: Any) -> ModelCase:
         def inputs(users: int, candidates: int, g: torch.Generator) -> tuple[tuple[Any, ...], Tensor]:

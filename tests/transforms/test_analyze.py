@@ -126,11 +126,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_command_explains_a_wrong_call(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("def build():\n    return 3\n")
-    for arguments, message in (
-        (["my_model"], "module:function"),
-        (["my_model:nothing"], "no function"),
-        (["my_model:build"], "must return"),
-    ):
-        done = run(tmp_path, *arguments)
+    wrong = {"my_model": "module:function", "my_model:nothing": "no function", "my_model:build": "must return"}
+    for factory, message in wrong.items():
+        done = run(tmp_path, factory)
         assert done.returncode == 2
         assert message in done.stderr
