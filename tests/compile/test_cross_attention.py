@@ -51,21 +51,28 @@ def _forward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
     return compile_kernel(attention_forward, signature, constexprs, aligned=aligned, num_warps=4)
 
 
-def _backward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
-    from ikbo_recsys.kernels._attention_hopper import _BACKWARD_TILES
+def _backward(name: str, head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
+    """The kernel for "query" or for "key_value"."""
+    from ikbo_recsys.kernels import _attention_hopper as hopper
     from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
+    from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
 
-    tile = _BACKWARD_TILES[head_size]
+    kernel = attention_backward_query if name == "query" else attention_backward_key_value
+    tile = (hopper._BACKWARD_QUERY_TILES if name == "query" else hopper._BACKWARD_TILES)[head_size]
+    layout = {"JAGGED": True} if name == "query" else {"KV_LAYOUT": 2}
     constexprs = {
-        **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "KV_LAYOUT": 0, "PERMUTED": False},
-        **{"CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers},
+        **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "PERMUTED": False},
+        **layout,
+        **tile.registers(),
         **how,
     }
     rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, 64, 1, head_size])
-    signature = _signature(attention_backward_key_value, dtype, constexprs)
+    signature = _signature(kernel, dtype, constexprs)
     signature |= {"q_desc": rows, "g_desc": rows, "k_desc": keys, "v_desc": keys}
-    aligned = ["lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr"]
-    return compile_kernel(attention_backward_key_value, signature, constexprs, aligned=aligned, num_warps=4)
+    aligned = [
+        name for name in signature if name in ("lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "table_ptr")
+    ]
+    return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4)
 
 
 def _runs(compiled: Compiled, *names: str) -> list[tuple[str, int]]:
@@ -80,16 +87,11 @@ def _runs(compiled: Compiled, *names: str) -> list[tuple[str, int]]:
     return runs
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"JAGGED": True, "STORE_LSE": True},
-        {"PERMUTED": True},
-        {"GATHER": True, "PERMUTED": True, "STORE_LSE": True},
-    ],
-)
+HEAD_SIZES = [pytest.param(64, marks=pytest.mark.slow), 128]
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("how", [{"JAGGED": True}, {"GATHER": True, "PERMUTED": True, "STORE_LSE": True}])
 def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
     compiled = _forward(head_size, **how)
     assert_fits(compiled)
@@ -98,10 +100,10 @@ def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
     assert compiled.resources["STACK"] <= 64, compiled.resources
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("how", [{}, {"KV_LAYOUT": 2, "PERMUTED": True}])
-def test_hopper_backward(head_size: int, how: dict[str, Any]) -> None:
-    compiled = _backward(head_size, **how)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", ["query", "key_value"])
+def test_hopper_backward(head_size: int, name: str) -> None:
+    compiled = _backward(name, head_size, PERMUTED=True)
     assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
     assert compiled.resources["STACK"] <= 64, compiled.resources

@@ -189,6 +189,56 @@ def _partial_sums(weights, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _next_softmax(scores, row_max, row_sum, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, operand: gl.constexpr):
+    """A later block's weights, the new maximum and sums, and by what the accumulator has to be multiplied."""
+    seen = gl.max(scores, 1) * qk_scale
+    new_max = gl.where(seen > row_max + 8.0, seen, row_max)
+    factor = gl.exp2(row_max - new_max)
+    weights = gl.exp2(scores * qk_scale - new_max[:, None])
+    part = _partial_sums(weights, KEYS)
+    row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    return new_max, row_sum, factor, gl.convert_layout(weights.to(dtype), operand)
+
+
+@gluon.jit
+def _issue(
+    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr
+):
+    """In this consumer's turn on the tensor cores: start the product with keys, and the one with values behind it."""
+    turn_wait(WHO)
+    scores = warpgroup_mma(query, k_buf.reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready, v_phase)
+    out = warpgroup_mma(weights, v_buf.reshape([KEYS, D]), out, is_async=True)
+    turn_pass(WHO)
+    return scores, out
+
+
+@gluon.jit
+def _finish(
+    o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, first, end, head, heads, seeds,
+    mma: gl.constexpr, mmo: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, GATHER: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalise 64 rows and send them off: whole boxes by TMA, what a user's last tile has by ordinary stores."""
+    dtype: gl.constexpr = o_desc.dtype
+    whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
+    inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
+    out = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
+    if STORE_LSE:
+        lse2 = row_max + gl.log2(whole_sum)
+        store_lse(lse_ptr, permutation_ptr, lse2, first, end, head, heads, seeds, mma, PERMUTED)
+    if GATHER:
+        store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+    else:
+        if first + 64 <= end:
+            o_buf.reshape([64, D]).store(out)
+            fence_async_shared()
+            tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
+        else:
+            store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+
+
+@gluon.jit
 def _consumer(
     WHO: gl.constexpr, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
@@ -230,24 +280,15 @@ def _consumer(
             blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
             for j in range(1, blocks):
                 mbarrier.wait(k_full.index(ks), kp)
-                turn_wait(WHO)
-                scores_t = warpgroup_mma(
-                    query, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                scores_t, out_t = _issue(
+                    WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
                 )
-                mbarrier.wait(v_full.index(vs), vp)
-                out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
-                turn_pass(WHO)
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
                 ks, kp = advance(ks, kp, STAGES)
-                seen = gl.max(scores, 1) * qk_scale
-                new_max = gl.where(seen > row_max + 8.0, seen, row_max)
-                factor = gl.exp2(row_max - new_max)
-                weights_f = gl.exp2(scores * qk_scale - new_max[:, None])
-                part = _partial_sums(weights_f, KEYS)
-                row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
-                row_max = new_max
-                weights_n = gl.convert_layout(weights_f.to(dtype), operand)
+                row_max, row_sum, factor, weights_n = _next_softmax(
+                    scores, row_max, row_sum, qk_scale, dtype, KEYS, operand
+                )
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
                 # softmax.
                 mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < blocks)
@@ -263,14 +304,9 @@ def _consumer(
             mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
             following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
-            turn_wait(WHO)
-            scores_t = warpgroup_mma(
-                following, k_bufs.index(ks).reshape([KEYS, D]).permute((1, 0)), zero,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            mbarrier.wait(v_full.index(vs), vp)
-            out_t = warpgroup_mma(weights, v_bufs.index(vs).reshape([KEYS, D]), out, is_async=True)
-            turn_pass(WHO)
+            scores_t, out_t = _issue(
+                WHO, following, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
+            )
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
             ks, kp = advance(ks, kp, STAGES)
@@ -282,37 +318,10 @@ def _consumer(
             out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
             mbarrier.arrive(v_empty.index(vs), count=1)
             vs, vp = advance(vs, vp, STAGES)
-            whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
-            inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
-            out_16 = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
-            head = item % heads
-            first = row + WHO * 64
-            if STORE_LSE:
-                store_lse(
-                    lse_ptr,
-                    permutation_ptr,
-                    row_max + gl.log2(whole_sum),
-                    first,
-                    end,
-                    head,
-                    heads,
-                    seeds,
-                    mma,
-                    PERMUTED,
-                )
-            if GATHER:
-                store_rows(
-                    out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED
-                )
-            else:
-                if first + 64 <= end:
-                    o_buf.reshape([64, D]).store(out_16)
-                    fence_async_shared()
-                    tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
-                else:
-                    store_rows(
-                        out_ptr, permutation_ptr, out_16, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED
-                    )
+            _finish(
+                o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
+                item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
+            )  # fmt: skip
             row = next_row + 0
             end = next_end + 0
             keys = next_keys + 0
