@@ -6,7 +6,6 @@ heads, D head size.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ikbo_recsys.kernels._backend import capability
 from ikbo_recsys.kernels._launch import cdiv, device_guard, input_precision
 from ikbo_recsys.kernels._plan import Launch, is_traced
 from ikbo_recsys.kernels._tiles import Row, pick
@@ -77,18 +77,13 @@ _BACKWARD_32BIT = (
 )
 
 
-_ROOMY = 128 << 10
-"""Bytes of shared memory per block that the tables' tiles may need. A100 and H100 have it, L4, A10 and MI300 do not."""
+def _has_room(device: torch.device) -> bool:
+    """Whether a block can have the shared memory that the tables' tiles need: 163 KB and more on A100, H100 and B200.
 
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block can have; as many as anybody wants where there is no GPU."""
-    if device.type != "cuda":
-        return 1 << 30
-    properties = torch.cuda.get_device_properties(device)
-    most = getattr(properties, "shared_memory_per_block_optin", 0)
-    return int(most or properties.shared_memory_per_block)
+    The GPUs of the same generations for workstations and inference have 99 KB (L4, A10: 8.9, 8.6), AMD's 64 KB.
+    """
+    major, minor = capability(device)
+    return device.type != "cuda" or major in (9, 10, 11) or (major, minor) in ((8, 0), (8, 7))
 
 
 _index_values: Any = WeakIdKeyDictionary()
@@ -208,7 +203,7 @@ class Problem:
     def tile(self, narrow: Any, wide: Any) -> AttentionTile:
         table = wide if self.query.dtype is torch.float32 else narrow
         tile = pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
-        return tile.halved() if _shared_memory(self.query.device) < _ROOMY else tile
+        return tile if _has_room(self.query.device) else tile.halved()
 
 
 def row_slots(problem: Problem, rows: int) -> int:
