@@ -106,10 +106,11 @@ def _kernels() -> ModuleType:
 
 
 def weight_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
-    """`(weight[:, :Ku], weight[:, Ku:])`, whose rows begin at multiples of `step` elements and go on with zeros to one.
+    """`(weight[:, :Ku], weight[:, Ku:])`, each with columns of zeros up to a multiple of `step`: rows begin at
+    multiples of it.
 
-    Where they do not in `weight` itself, they are parts of padded copies, which are made once and again after the
-    weight changes.
+    Where that is not so in `weight` itself, they are padded copies, which are made once and again after the weight
+    changes. The padding belongs to the tensors returned: a compiler is free to move what lies beyond a view.
     """
     traced = is_traced()
     fits = weight.stride(1) == 1 and not (weight.stride(0) % step or user_features % step or weight.shape[1] % step)
@@ -122,11 +123,11 @@ def weight_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor,
 
 
 def _padded_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
-    parts = []
-    for part in (weight[:, :user_features], weight[:, user_features:]):
-        padded = F.pad(part, (0, -part.shape[1] % step)).contiguous()
-        parts.append(padded[:, : part.shape[1]])
-    return parts[0], parts[1]
+    user_part, cand_part = weight[:, :user_features], weight[:, user_features:]
+    return (
+        F.pad(user_part, (0, -user_part.shape[1] % step)).contiguous(),
+        F.pad(cand_part, (0, -cand_part.shape[1] % step)).contiguous(),
+    )
 
 
 _PADDED = _launch.WeightCache(_padded_parts)
@@ -169,9 +170,9 @@ def backward(
             grads[3] = grad_user_UMD.sum((0, 2)).to(dtype)
         grad_user_UMD = grad_user_UMD.to(dtype)
     if needs_user:
-        grads[0] = _input_gradient(weight_user, grad_user_UMD)
+        grads[0] = _input_gradient(weight_user[:, : user.shape[1]], grad_user_UMD)
     if needs_cand:
-        grads[1] = _input_gradient(weight_cand, grad)
+        grads[1] = _input_gradient(weight_cand[:, : cand.shape[1]], grad)
     if needs_weight:
         parts = (kernels.outer_sum(grad_user_UMD, user), kernels.outer_sum(grad, cand))
         grads[2] = torch.cat(parts, 1).to(dtype)

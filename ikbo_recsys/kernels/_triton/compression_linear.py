@@ -62,7 +62,7 @@ def mix_kernel(
 ):
     """One [ROWS, COLS] tile of out[b]; `user` is fp32 and contiguous [U, M, D], `out` contiguous along D.
 
-    With WEIGHT_PADDED the weight's rows go on with zeros to a multiple of STEP, so that its loads need no mask: a mask
+    With WEIGHT_PADDED the weight has columns of zeros up to a multiple of STEP, so that its loads need no mask: a mask
     that ends in the middle of 16 bytes makes them loads of single elements.
     """
     b, tile_m, tile_d = _tile_of_block(tiles_m, tiles_d)
@@ -151,8 +151,8 @@ def mix(
 ) -> Tensor:
     """`weight @ x[b] (+ user[to_user[b]]) (+ bias)` as `[B, M, D]`.
 
-    `weight` and `x` have any strides; `user` is fp32 and contiguous. `weight_padded` states that the weight's rows go
-    on with zeros up to a multiple of 64.
+    `weight` and `x` have any strides; `user` is fp32 and contiguous. With `weight_padded` the weight has
+    columns of zeros up to a multiple of 64.
     """
     batch, num_k, size = x_BKD.shape
     num_m = weight_MK.shape[0]
