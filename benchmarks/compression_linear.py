@@ -62,8 +62,7 @@ def reference(inputs: Inputs) -> Tensor:
     return user_part[inputs["index"].to_user[rows].long()] + weight[:, user.shape[1] :] @ cand[rows].double()
 
 
-# ---- ours
-# --------------------------------------------------------------------------------------------------------------
+# ---- ours ----------------------------------------------------------------------------------------------------------
 
 
 def ours(path: str) -> Callable[[Inputs], Callable[[], Tensor]]:
@@ -79,8 +78,7 @@ def ours(path: str) -> Callable[[Inputs], Callable[[], Tensor]]:
     return build
 
 
-# ---- torch
-# -------------------------------------------------------------------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------------------------------------
 
 
 def broadcast(user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor) -> Tensor:
@@ -131,8 +129,7 @@ def candidate_gemm(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: weight_cand @ cand
 
 
-# ---- FBGEMM's experimental IKBO kernels
-# --------------------------------------------------------------------------------
+# ---- FBGEMM's experimental IKBO kernels ----------------------------------------------------------------------------
 
 
 # They tune themselves over a space of hundreds of configurations. Every best one found on an H200 is in the part kept
@@ -162,8 +159,7 @@ def fbgemm_tlx(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: module.tlx_ikbo_lce(weight_cand, weight_user, cand, user, inputs["index"].to_user, flag)
 
 
-# ---- forward and backward
-# ----------------------------------------------------------------------------------------------
+# ---- forward and backward ------------------------------------------------------------------------------------------
 
 
 def training(function: Callable[..., Tensor], index: str, compiled: bool) -> Callable[[Inputs], Callable[[], None]]:

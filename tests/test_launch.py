@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ikbo_recsys import CandidateIndex
 from ikbo_recsys.kernels import _backend, _launch, _tiles, compression_linear, linear, segment_sum
 from ikbo_recsys.kernels._backend import BackendError, choose, explain, use_backend
 
@@ -179,3 +180,58 @@ def test_facts_without_a_gpu() -> None:
     assert _backend.capability(cpu) == (0, 0)
     assert "on a GPU" in str(_backend.portable_refusal(cpu, torch.float16))
     assert _backend.hopper_refusal(cpu) is not None
+
+
+def test_a_signature_holds_what_the_checks_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikbo_recsys.kernels._compression_launch import signature
+
+    user, cand, weight = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(6, 5)
+    bias, ids = torch.randn(6), torch.zeros(5, dtype=torch.int64)
+    index = CandidateIndex.from_user_ids(ids, 2)
+    call = (user, cand, weight, index, bias)
+    known = signature(*call)
+    assert known == signature(*(x.clone() for x in call[:3]), index, bias.clone())
+    assert hash(known) is not None
+    others = [
+        (torch.randn(3, 3, 4), *call[1:]),
+        (user.mT.contiguous().mT, *call[1:]),
+        (user, torch.randn(6, 2, 4), *call[2:]),
+        (user, cand, torch.randn(5, 6).t(), index, bias),
+        (user, cand, weight, CandidateIndex.from_user_ids(ids.int(), 2), bias),
+        (user, cand, weight, CandidateIndex.from_user_ids(ids, 3), bias),
+        (user, cand, weight, ids, bias),
+        (user, cand, weight, index, None),
+        tuple(x.half() for x in call[:3]) + (index, bias.half()),
+    ]
+    signatures = [known, *(signature(*other) for other in others)]
+    assert len(set(signatures)) == len(signatures)
+    with use_backend("torch"):
+        assert signature(*call) != known
+    assert signature(user.half(), *call[1:]) is None
+    assert signature(*call[:4], bias.double()) is None
+    assert signature(user, cand, weight, [0] * 5, bias) is None
+    monkeypatch.setenv("IKBO_CHECK", "1")
+    assert signature(*call) is None
+
+
+def test_a_known_call_skips_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikbo_recsys.kernels import _compression_launch as launch
+
+    user, cand, weight = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(6, 5)
+    index = CandidateIndex.from_user_ids(torch.zeros(5, dtype=torch.int64), 2, grouped=True)
+    runs: list[Any] = []
+
+    def run(path: str, *arguments: Any) -> torch.Tensor:
+        runs.append((path, *arguments))
+        return torch.zeros(1)
+
+    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "choose", lambda *_: _backend.Choice("triton", "", {}))
+    known = launch.signature(user, cand, weight, index, None)
+    assert known is not None
+    assert launch.repeat(known, user, cand, weight, index, None) is None
+    launch.compression_linear(user, cand, weight, index.to_user, index.offsets, None, known)
+    assert launch.repeat(known, user, cand, weight, index, None) is not None
+    assert [call[0] for call in runs] == ["triton", "triton"]
+    assert all(a is b for a, b in zip(runs[0], runs[1], strict=True))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _launch, reference
 from ikbo_recsys.kernels._backend import Choice
 from ikbo_recsys.kernels._plan import is_traced, traceable
@@ -60,10 +61,62 @@ def traced_path(device: int | None, dtype: torch.dtype) -> str:
     return _choose(dtype, portable, hopper).path
 
 
+def signature(
+    user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
+) -> tuple[Any, ...] | None:
+    """Everything that the checks and the choice of a path look at; None where they have to be made anew.
+
+    Checking a call costs more than launching it. A call with the signature of an earlier one needs it only once.
+    """
+    if is_traced() or _checks.check_mode() or torch.is_autocast_enabled("cuda"):
+        return None
+    to_user, shared = (index.to_user, index.num_users) if isinstance(index, CandidateIndex) else (index, -1)
+    if not all(isinstance(x, Tensor) for x in (user, weight, to_user)):
+        return None
+    if not user.dtype == weight.dtype == cand.dtype == (cand if bias is None else bias).dtype:
+        return None
+    facts: list[Any] = [_backend.requested_backend(), shared, user.data_ptr() % 16, cand.data_ptr() % 16]
+    for x in (user, cand, weight, to_user, bias):
+        if x is None:
+            facts.append(None)
+        else:
+            facts += (x.dtype, x.device, x.shape, x.stride())
+    return tuple(facts)
+
+
+_MOST_KNOWN = 1024
+_known: dict[tuple[Any, ...], str] = {}
+
+
+def repeat(
+    known: tuple[Any, ...],
+    user: Tensor,
+    cand: Tensor,
+    weight: Tensor,
+    index: CandidateIndex | Tensor,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """The result of a call whose signature is known, or None."""
+    path = _known.get(known)
+    if path is None:
+        return None
+    to_user, offsets = (index.to_user, index.offsets) if isinstance(index, CandidateIndex) else (index, None)
+    return _run(path, user, cand, weight, to_user, offsets, bias)
+
+
 def compression_linear(
-    user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
+    user: Tensor,
+    cand: Tensor,
+    weight: Tensor,
+    to_user: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    known: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype."""
+    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype.
+
+    `known` is the call's signature, to be remembered.
+    """
     traced = is_traced()
     path = traced_path(cand.device.index, cand.dtype) if traced else choose(user, cand, weight).path
     if path == "torch":
@@ -74,6 +127,22 @@ def compression_linear(
         operator = named.compression_linear_hopper if path == "gluon" else named.compression_linear_portable
         out: Tensor = operator(user, cand, weight, to_user, offsets, bias)
         return out
+    if known is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[known] = path
+    return _run(path, user, cand, weight, to_user, offsets, bias)
+
+
+def _run(
+    path: str,
+    user: Tensor,
+    cand: Tensor,
+    weight: Tensor,
+    to_user: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
     if torch.is_grad_enabled() and _any_requires_grad(user, cand, weight, bias):
         return _Differentiable.apply(path, user, cand, weight, to_user, offsets, bias)
     return forward(path, user, cand, weight, to_user, bias)
@@ -83,8 +152,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-# ---- forward
-# -----------------------------------------------------------------------------------------------------------
+# ---- forward -------------------------------------------------------------------------------------------------------
 
 
 def forward(path: str, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,8 +201,7 @@ def _padded_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor
 _PADDED = _launch.WeightCache(_padded_parts)
 
 
-# ---- backward
-# ----------------------------------------------------------------------------------------------------------
+# ---- backward ------------------------------------------------------------------------------------------------------
 
 
 def backward(
@@ -211,8 +278,7 @@ class _Differentiable(torch.autograd.Function):
         return None, grads[0], grads[1], grads[2], None, None, grads[3]
 
 
-# ---- operators for traced calls
-# ----------------------------------------------------------------------------------------
+# ---- operators for traced calls ------------------------------------------------------------------------------------
 
 
 @torch.library.triton_op("ikbo::compression_linear_portable", mutates_args={})

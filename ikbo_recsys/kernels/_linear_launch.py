@@ -146,8 +146,7 @@ class _Differentiable(torch.autograd.Function):
         return grads[0], grads[1], grads[2], None, None, grads[3]
 
 
-# ---- operators for traced calls
-# ----------------------------------------------------------------------------------------
+# ---- operators for traced calls ------------------------------------------------------------------------------------
 
 
 @torch.library.triton_op("ikbo::linear_portable", mutates_args={})

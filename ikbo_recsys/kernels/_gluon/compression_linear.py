@@ -34,9 +34,9 @@ from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, tma_load, 
 ROWS = gl.constexpr(64)
 
 
-# ---- fragment order
-# ---------------------------------------------------------------------------------------------------- A 64 x COLS
-# accumulator tile in memory: (warp 4, block of 8 columns, row in 8, pair of columns 4, row half 2, column 2).
+# ---- fragment order -------------------------------------------------------------------------------------------------
+# A 64 x COLS accumulator tile in memory:
+# (warp 4, block of 8 columns, row in 8, pair of columns 4, row half 2, column 2).
 
 
 @gluon.constexpr_function
@@ -77,8 +77,7 @@ def advance(stage, phase, by, STAGES: gl.constexpr):
     return gl.where(wraps, stage - STAGES, stage), gl.where(wraps, phase ^ 1, phase)
 
 
-# ---- the user's part
-# ---------------------------------------------------------------------------------------------------
+# ---- the user's part -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -192,8 +191,7 @@ def user_part_kernel(
     # fmt: on
 
 
-# ---- the candidates' part
-# ----------------------------------------------------------------------------------------------
+# ---- the candidates' part ------------------------------------------------------------------------------------------
 
 
 @gluon.jit
