@@ -108,6 +108,7 @@ def analyze(
 
     Example::
 
+        >>> import torch
         >>> class Ranker(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

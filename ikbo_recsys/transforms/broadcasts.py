@@ -155,6 +155,8 @@ def _no_broadcast(w: Walk, source: Value, dim: int, index: Node) -> str | None:
     inputs = w.depends(source)
     if not inputs:
         return ""
+    if example(source).device != index.meta["val"].device:
+        return f"the index is on {index.meta['val'].device} and the source on {example(source).device}"
     if w.user_inputs is not None and not inputs <= w.user_inputs | w.depends(Plain(index)):
         others = ", ".join(sorted(inputs - w.user_inputs))
         return f"the source depends on {others}, not named in user_inputs"

@@ -24,6 +24,9 @@ _STATEFUL = frozenset(
 )
 """Operators that write to their arguments (running statistics) though their schemas do not say so."""
 
+_KNOWN_NAMESPACES = frozenset(("aten", "prims", "ikbo", "fbgemm", "torchrec"))
+"""Whose operators say what they do. A custom operator of anybody else may count, log or draw numbers without a word."""
+
 _META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node")
 
 
@@ -46,6 +49,8 @@ def is_random(target: Any) -> bool:
 def is_pure(target: Any) -> bool:
     """Whether two calls with equal arguments may be one call."""
     if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in _KNOWN_NAMESPACES:
+            return False
         return not (target._schema.is_mutable or is_random(target) or packet_name(target) in _STATEFUL)
     return target in (operator.getitem, operator.mul, operator.add, operator.sub, operator.floordiv)
 

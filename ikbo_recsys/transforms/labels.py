@@ -83,6 +83,10 @@ def savable(w: Walk, target: Any, args: Any, kwargs: Any) -> Callable[[Any], flo
         return None
     if name in ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm") and len(operands) >= 2:
         return _savable_product(w, name, operands[0], operands[1])
+    if name in ("aten.addmm", "aten.baddbmm") and len(operands) == 3:
+        return _savable_product(w, name, operands[1], operands[2])
+    if name == "aten.tensordot":
+        return _savable_product(w, name, operands[0], operands[1])
     found = [replication(v) for v in operands]
     replicated = [r for r in found if r[0] is not None]
     whole = [v for v, r in zip(operands, found, strict=True) if r[0] is None and _has_rows(w, v)]

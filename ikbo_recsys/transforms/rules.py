@@ -213,7 +213,8 @@ def along_one_axis(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
     "var_mean median nansum count_nonzero frobenius_norm"
 )
 def reductions(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
-    """Mixing the reduced axes. A sum (mean, maximum) over pieces is taken piece by piece."""
+    """Mixing the reduced axes. A sum or a mean over pieces is taken piece by piece (a maximum is not: where entries
+    are equal its gradient would be shared out in another way)."""
     value = bound["self"]
     if not is_lazy(value):
         return None
@@ -236,8 +237,6 @@ def reductions(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
 _COMBINE = {
     aten.sum.dim_IntList: aten.add.Tensor,
     aten.mean.dim: aten.add.Tensor,
-    aten.amax.default: aten.maximum.default,
-    aten.amin.default: aten.minimum.default,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import subprocess
 import sys
@@ -77,6 +79,24 @@ def test_nothing_to_save() -> None:
     assert not found.report.changed
     assert found.at.repeated == 0
     assert "NOTHING WAS DONE" in str(found)
+
+
+@pytest.mark.parametrize("name", ["analyze", "optimize"])
+def test_docstring_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"ikbo_recsys.transforms.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_example_script_runs() -> None:
+    pytest.importorskip("torchrec")
+    script = ROOT / "examples" / "05_optimize_existing_model.py"
+    command = [sys.executable, str(script), "--candidates", "64", "--repeats", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "ikbo.dot_interaction" in done.stdout
+    difference = float(done.stdout.split("largest difference of the scores: ")[1].split()[0])
+    assert difference < 1e-5
 
 
 def test_errors() -> None:

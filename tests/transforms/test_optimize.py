@@ -149,6 +149,40 @@ def test_save_and_load(inside: tuple[Inside, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(*batch), model(*batch), rtol=1e-5, atol=1e-6)
 
 
+def test_a_program_in_core_operators() -> None:
+    """Later stages break layers up; what is left of them is still recognised."""
+    model = Inside().eval()
+    program = export(model, inside_batch(3, 24)).run_decompositions()
+    assert not any("linear" in str(node.target) for node in program.graph.nodes)
+    optimized = optimize(program)
+    batch = inside_batch(5, 11)
+    torch.testing.assert_close(optimized.module()(*batch), model(*batch), rtol=1e-5, atol=1e-6)
+    assert optimized.report.saved >= 0.9 * optimized.report.savable > 0
+
+
+def test_custom_operators_are_called_as_often_as_before() -> None:
+    calls = []
+
+    @torch.library.custom_op("ikbo_test::count", mutates_args=())
+    def count(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x * 2.0
+
+    @count.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    class Counting(nn.Module):
+        def forward(self, user: Tensor, item: Tensor, index: Tensor) -> Tensor:
+            return count(user[index]) + count(user[index]) + torch.relu(user[index])
+
+    given = torch.randn(3, 4), torch.randn(24, 4), torch.arange(24) % 3
+    module = optimize(Counting().eval(), given).module()
+    calls.clear()
+    torch.testing.assert_close(module(*given), 4.0 * given[0][given[2]] + torch.relu(given[0])[given[2]])
+    assert calls == [24, 24]
+
+
 def test_optimizing_twice_finds_less(inside: tuple[Inside, Any]) -> None:
     _, optimized = inside
     with pytest.warns(NothingToOptimize):
