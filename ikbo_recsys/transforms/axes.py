@@ -103,7 +103,7 @@ def distribute(w: Walk, target: Any, bound: dict[str, Any], maps: Maps) -> Any:
             chunks = cut_together({other: (bound[other], _axis(maps[other], out)) for other in maps})
             if chunks is None:
                 continue
-            results = [w.call_bound(target, {**bound, **_whole_cuts(w, chunk)}) for chunk in chunks]
+            results = [w.call_bound(target, {**bound, **whole_cuts(w, chunk)}) for chunk in chunks]
             if any(isinstance(result, tuple) for result in results) or not any(map(has_compact, results)):
                 continue
             return concatenate(w, results, out)
@@ -164,7 +164,7 @@ def _cut_equal(operands: dict[str, tuple[Value, int | None]]) -> list[dict[str, 
     return [{n: having[n].parts[i] if n in having else operands[n][0] for n in operands} for i in pieces]  # type: ignore[union-attr]
 
 
-def _whole_cuts(w: Walk, chunk: dict[str, Any]) -> dict[str, Value]:
+def whole_cuts(w: Walk, chunk: dict[str, Any]) -> dict[str, Value]:
     return {n: take(w, v.value, v.axis, v.start, v.stop) if isinstance(v, Cut) else v for n, v in chunk.items()}
 
 

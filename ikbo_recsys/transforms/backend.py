@@ -137,9 +137,20 @@ class GraphPass(CustomGraphPass):
             self.on_report(report)
 
     def uuid(self) -> Any:
-        from ikbo_recsys.transforms import axes, broadcasts, builder, mix, mutation, rules, shapes, values, walk
+        from ikbo_recsys.transforms import (
+            axes,
+            broadcasts,
+            builder,
+            interactions,
+            mix,
+            mutation,
+            rules,
+            shapes,
+            values,
+            walk,
+        )
 
-        modules = (axes, broadcasts, builder, mix, mutation, rules, shapes, values, walk)
+        modules = (axes, broadcasts, builder, interactions, mix, mutation, rules, shapes, values, walk)
         return get_hash_for_files(tuple(m.__file__ for m in modules), repr(self.user_inputs))
 
 

@@ -259,7 +259,7 @@ def index(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
         found = look_up(w, source, used[0], indices[used[0]])
         if found is not None:
             return found
-    from ikbo_recsys.transforms.mix import pairs_of_gram
+    from ikbo_recsys.transforms.interactions import pairs_of_gram
 
     found = pairs_of_gram(w, source, indices)
     if found is not None:

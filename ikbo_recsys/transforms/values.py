@@ -118,6 +118,11 @@ def example(value: Value) -> torch.Tensor:
     return val
 
 
+def is_floating(value: Value) -> bool:
+    """Whether the operators of this library take values of this type."""
+    return example(value).dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a tensor of the graph (and not a number, a list or a size)."""
     if isinstance(value, Plain):

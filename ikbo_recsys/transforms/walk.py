@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ikbo_recsys.transforms import broadcasts, labels, mix, mutation, rules, shapes
+from ikbo_recsys.transforms import broadcasts, interactions, labels, mix, mutation, rules, shapes
 from ikbo_recsys.transforms.builder import Builder, NotExpressibleError, is_random, packet_name
 from ikbo_recsys.transforms.report import Ledger
 from ikbo_recsys.transforms.values import Plain, Value, example, has_compact, is_lazy, is_tensor, shape
 
 aten = torch.ops.aten
 
-RULE_MODULES = (broadcasts, mix, rules, shapes)
+RULE_MODULES = (broadcasts, interactions, mix, rules, shapes)
 """Importing them registers the rules."""
 
 _READS_STRIDES = frozenset(("aten.as_strided", "aten.as_strided_", "aten.set_", "aten.resize_", "aten._reshape_alias"))
