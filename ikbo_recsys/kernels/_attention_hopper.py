@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
 from ikbo_recsys.kernels._backend import multiprocessors
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
 
 _LOG2_E = 1.4426950408889634
@@ -65,19 +65,9 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: f
     if sum((size - 1) * stride for size, stride in zip(query.shape, query.stride(), strict=True)) >= 2**34:
         return f"query spans more than 2^34 elements, its strides are {query.stride()}"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not _is_tma_ready(tensor):
+        if not is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and strides {tensor.stride()}"
     return None
-
-
-def _is_tma_ready(tensor: Tensor) -> bool:
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % TMA_ALIGNMENT:
-        return False
-    step = TMA_ALIGNMENT // tensor.element_size()
-    sizes, strides = tensor.shape, tensor.stride()
-    return all(
-        size == 1 or (stride > 0 and stride % step == 0) for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
-    )
 
 
 def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
@@ -254,7 +244,7 @@ def backward_refusal(problem: Problem, grad: Tensor) -> str | None:
     """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
     if not _adjacent_rows(problem) or _flat_query_strides(problem.query) is None:
         return "query rows of one user are not adjacent"
-    if not _is_tma_ready(grad) or _flat_query_strides(grad) is None:
+    if not is_tma_ready(grad) or _flat_query_strides(grad) is None:
         return "the rows of the gradient are not adjacent and aligned"
     return None
 

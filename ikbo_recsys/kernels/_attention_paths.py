@@ -47,7 +47,7 @@ def choose(
 
 
 @torch.compiler.assume_constant_result
-def traced_path(device: int | None, dtype: torch.dtype, head_size: int, is_exporting: bool) -> str:
+def traced_path(device: int | None, dtype: torch.dtype, head_size: int) -> str:
     """The path of a traced call, by what is fixed while tracing: no sizes, which must not become guards, no addresses.
 
     The Hopper operator looks at the rest when it runs. Exported programs have the portable kernels, which travel in
@@ -57,7 +57,8 @@ def traced_path(device: int | None, dtype: torch.dtype, head_size: int, is_expor
     portable_why = _portable_refusal(where, dtype, head_size)
     gluon_why = portable_why or _backend.hopper_refusal(where) or hopper.type_refusal(dtype, head_size)
     order = [("triton", "portable kernels, visible to the compiler"), ("torch", "plain torch")]
-    if not is_exporting:
+    # Asked here and not by the caller: inside torch.compile, PyTorch 2.11 answers yes.
+    if not torch.compiler.is_exporting():
         order.insert(0, ("gluon", "Hopper kernels, opaque to the compiler"))
     return _backend.choose({"torch": None, "triton": portable_why, "gluon": gluon_why}, order).path
 

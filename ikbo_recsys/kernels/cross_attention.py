@@ -96,9 +96,7 @@ def cross_attention(
         return reference.cross_attention(query, key, value, to_user, offsets, kv_lengths, scale)
 
 
-def _path(
-    query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, num_users: int, scale: float
-) -> str:
+def _path(query: Tensor, key: Tensor, value: Tensor, kv_offsets: Tensor | None, num_users: int, scale: float) -> str:
     """The path of a call. The GPU paths are imported for a GPU alone, or for whoever asks for them by name."""
     if query.device.type != "cuda" and _backend.requested_backend() in ("auto", "torch"):
         return "torch"
@@ -106,9 +104,9 @@ def _path(
 
     if _attention_paths.is_traced():
         # The size itself may be a symbol, of which only the outcome of comparisons is a constant.
-        size, is_exporting = query.shape[3], torch.compiler.is_exporting()
+        size = query.shape[3]
         representative = 64 if size <= 128 and size % 8 == 0 else 256 if size <= 256 else 512
-        return _attention_paths.traced_path(query.device.index, query.dtype, representative, is_exporting)
+        return _attention_paths.traced_path(query.device.index, query.dtype, representative)
     return _attention_paths.choose(query, key, value, kv_offsets, num_users, scale).path
 
 
