@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ikbo_recsys import kernels
@@ -36,7 +37,8 @@ USER, CANDIDATE = "U", "B"
 _INDEX_NAMES = ("index", "to_user")
 _PROBED_SIZES = tuple({USER: users, CANDIDATE: candidates} for users, candidates in ((1, 1), (1, 50), (7, 7), (9, 2)))
 
-Dynamic = Mapping[str, "str | Mapping[int, str] | None"]
+Sizes = str | Mapping[Any, Any] | Sequence[Any] | None
+Dynamic = Mapping[str, Sizes]
 
 
 def export(
@@ -60,10 +62,11 @@ def export(
             the tensor `to_user [B]` of the program, because a serving process does not know the class.
         dynamic: for each parameter name of `module.forward`, which dimensions change. `"U"` and `"B"` mean dimension 0
             of each tensor in that argument, `{0: "U", 1: "T"}` names several (any further name is one more dynamic
-            size), `None` or a missing name says that the shape is fixed. The index must be marked `"B"`. By default it
-            is found from the shapes: B is the length of the index (the `CandidateIndex`, or the parameter `index` or
-            `to_user`), inputs of that length are candidates, and those of the one other length, or of `num_users`, are
-            users.
+            size), `None` or a missing name says that the shape is fixed. For a dict argument it may be a mapping by
+            the same keys of what holds for each value, and for a list or tuple as long a list or tuple. The index must
+            be marked `"B"`. By default all this is found from the shapes: B is the length of the index (the
+            `CandidateIndex`, or the parameter `index` or `to_user`), inputs of that length are candidates, and those of
+            the one other length, or of `num_users`, are users.
         grouped: promise that every index given to the program has the candidates of one user adjacent and users in
             order, so that it need not sort them. Needs a `CandidateIndex` among the inputs.
         strict: trace with TorchDynamo instead of by running the module's Python.
@@ -72,9 +75,10 @@ def export(
         The program. Its inputs are in the order of `args` and `kwargs`.
 
     Raises:
-        TypeError: `args` is not a tuple, or `forward` takes `*args`.
+        TypeError: `args` is not a tuple, `forward` takes `*args`, or the index is not a tensor.
         ValueError: U and B cannot be found or told apart; one name given to two sizes; the module fixes a size that is
-            to be dynamic, or works for some batch sizes only; `grouped` without a `CandidateIndex`.
+            to be dynamic, fails or works for some batch sizes only; it reads a number from a tensor, as attention over
+            jagged rows without a bound of their length does; `grouped` without a `CandidateIndex`.
     """
     inputs = _named_arguments(module, args, dict(kwargs or {}))
     if dynamic is None:
@@ -96,18 +100,15 @@ def export(
     example_kwargs = {name: example[name] for name in kwargs or {}}
     shapes = _dynamic_shapes(example, names, {name: Dim(name) for name in given})
     shapes = {"args": tuple(shapes.values())} if grouped else shapes
-    try:
-        with _any_size(), torch.no_grad():
-            program = torch.export.export(
-                wrapper,
-                example_args,
-                example_kwargs,
-                dynamic_shapes=shapes,
-                strict=strict,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
-    except torch._dynamo.exc.UserError as error:
-        raise ValueError(f"{type(module).__name__} fixes a size that should be dynamic: {error}") from error
+    with _any_size(), torch.no_grad(), _failures_explained(module):
+        program = torch.export.export(
+            wrapper,
+            example_args,
+            example_kwargs,
+            dynamic_shapes=shapes,
+            strict=strict,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
     program = _without_composite_operators(program)
     _check_assumptions(program, _check_symbols(program, names))
     return program
@@ -169,7 +170,14 @@ def _named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     parameters = inspect.signature(module.forward).parameters
     if any(parameters[name].kind is inspect.Parameter.VAR_POSITIONAL for name in bound):
         raise TypeError(f"{type(module).__name__}.forward takes *args: export needs named parameters")
-    return {**dict(list(bound.items())[: len(args)]), **kwargs}
+    inputs = {**dict(list(bound.items())[: len(args)]), **kwargs}
+    for name, value in inputs.items():
+        if name in _INDEX_NAMES and not isinstance(value, (CandidateIndex, Tensor)):
+            raise TypeError(f"{name} must be a CandidateIndex or an int32/int64 tensor [B], got {type(value).__name__}")
+        parts = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, CandidateIndex))
+        if not isinstance(value, CandidateIndex) and any(isinstance(part, CandidateIndex) for part in parts):
+            raise ValueError(f"{name} has a CandidateIndex inside: pass it as an argument of its own")
+    return inputs
 
 
 def _find_batch_sizes(inputs: Mapping[str, Any]) -> dict[str, str | None]:
@@ -198,9 +206,16 @@ def _find_batch_sizes(inputs: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def _dimension_names(name: str, value: Any, dynamic: str | Mapping[int, str] | None) -> list[dict[int, str]]:
+def _dimension_names(name: str, value: Any, dynamic: Sizes) -> list[dict[int, str]]:
     """For each tensor of one argument, the names of its dynamic dimensions."""
-    dims = {} if dynamic is None else {0: dynamic} if isinstance(dynamic, str) else dict(dynamic)
+    parts = _parts(name, value, dynamic)
+    if parts is not None:
+        return [dims for part_name, part, sizes in parts for dims in _dimension_names(part_name, part, sizes)]
+    dims: dict[int, str] = {0: dynamic} if isinstance(dynamic, str) else dict(dynamic or {})  # type: ignore[arg-type]
+    if dims and not _leaves(value):
+        raise TypeError(f"dynamic[{name!r}] is {dynamic!r} but the input has no tensor: it is a {type(value).__name__}")
+    if not all(isinstance(dim, int) for dim in dims):
+        raise ValueError(f"dynamic[{name!r}] has the keys {list(dims)} but the input is a {type(value).__name__}")
     unnamable = [dim_name for dim_name in dims.values() if not str(dim_name).isidentifier()]
     if unnamable:
         raise ValueError(f"dynamic[{name!r}] gives the name {unnamable[0]!r}, which is not an identifier")
@@ -213,6 +228,22 @@ def _dimension_names(name: str, value: Any, dynamic: str | Mapping[int, str] | N
     if isinstance(value, CandidateIndex) and dims != {0: CANDIDATE}:
         raise ValueError(f"dynamic[{name!r}] must be {CANDIDATE!r}: it is the index, got {dynamic!r}")
     return [dims for _ in _leaves(value)]
+
+
+def _parts(name: str, value: Any, dynamic: Sizes) -> list[tuple[str, Any, Sizes]] | None:
+    """The name, value and description of each part of an argument, where `dynamic` describes them one by one."""
+    if isinstance(value, dict) and isinstance(dynamic, Mapping) and not all(isinstance(key, int) for key in dynamic):
+        unknown = [key for key in dynamic if key not in value]
+        if unknown:
+            raise ValueError(f"dynamic[{name!r}] names {unknown[0]!r} but the keys of the input are {list(value)}")
+        return [(f"{name}.{key}", part, dynamic.get(key)) for key, part in value.items()]
+    if isinstance(dynamic, (list, tuple)):
+        is_sequence = isinstance(value, (list, tuple))
+        if not is_sequence or len(value) != len(dynamic):
+            given = f"has {len(value)}" if is_sequence else f"is a {type(value).__name__}"
+            raise ValueError(f"dynamic[{name!r}] has {len(dynamic)} entries but the input {given}")
+        return [(f"{name}.{i}", part, sizes) for i, (part, sizes) in enumerate(zip(value, dynamic, strict=True))]
+    return None
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -322,6 +353,28 @@ def _any_size() -> Iterator[None]:
     """Sizes of 0 and 1 are like any other: without this they become constants, or are excluded."""
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
+
+
+@contextmanager
+def _failures_explained(module: nn.Module) -> Iterator[None]:
+    """What tracing says of a model that is for some sizes only, which is several kinds of errors, as a ValueError."""
+    name = type(module).__name__
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        text = str(error)
+        if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in text:
+            raise ValueError(
+                f"{name} reads a size from the values of a tensor, which a program cannot. Attention over jagged rows "
+                "does for want of a bound: give max_length / max_kv_length (to IKBOCrossAttention / to "
+                f"kernels.cross_attention). {text}"
+            ) from error
+        # "24 not in VR[5, 5]": the size that was traced is not the one that the model asks for.
+        if isinstance(error, torch._dynamo.exc.UserError) or " not in VR[" in text:
+            raise ValueError(f"{name} fixes a size that should be dynamic: {text}") from error
+        if isinstance(error, AssertionError):
+            raise ValueError(f"{name} asserts what does not hold for the sizes it is traced with: {text}") from error
+        raise
 
 
 def _input_values(program: ExportedProgram) -> list[Any]:
