@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ikbo_recsys import CandidateIndex
@@ -91,6 +92,40 @@ def test_dlrm_refuses_wrong_tables() -> None:
     only_items.embedding_configs()[0].feature_names = ["item"]
     with pytest.raises(ValueError, match="features of history and item, in that order"):
         IKBOSequenceRanker(bags(["u1"]), bags(["c1"]), only_items, DENSE_IN, 5)
+
+
+def test_dlrm_with_a_feature_of_two_tables_is_refused() -> None:
+    tables = bags(["u1", "c1"]).embedding_bag_configs()
+    tables[1].feature_names = ["c1", "u1"]
+    dlrm = DLRM(EmbeddingBagCollection(tables=tables), DENSE_IN, [20, DIM], [24, 1])
+    with pytest.raises(ValueError, match="the feature 'u1' has several tables"):
+        IKBODLRM.from_dlrm(dlrm, ["t_u1"])
+
+
+def test_dlrm_takes_several_names_and_no_string() -> None:
+    dlrm = DLRM(bags(["u", "c"]), DENSE_IN, [20, DIM], [24, 1])
+    with pytest.raises(TypeError, match="several names of tables, got the string 't_u'"):
+        IKBODLRM.from_dlrm(dlrm, "t_u")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dlrm_keeps_dtype_and_what_is_frozen(dtype: torch.dtype) -> None:
+    order = ["c2", "u2", "c1", "u1", "c3"]
+    dlrm = DLRM(bags(order), DENSE_IN, [20, DIM], [24, 8, 1]).to(dtype)
+    dlrm.dense_arch.requires_grad_(False)
+    dlrm.over_arch.model[0]._mlp[0]._linear.weight.requires_grad_(False)
+    dlrm.sparse_arch.embedding_bag_collection.embedding_bags["t_c1"].weight.requires_grad_(False)
+    model = IKBODLRM.from_dlrm(dlrm, ["t_u1", "t_u2"])
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    bottom = {f"dense.dense_arch.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
+    table = "sparse.candidate_tables.embedding_bags.t_c1.weight"
+    assert frozen == {*bottom, "dense.over_first.weight", table}
+    # The weights are compared by the scores, in fp64: torchrec's tables give fp32, with which a bf16 DLRM does not run.
+    model.double(), dlrm.double()
+    dense, user, candidate, index = make_inputs(3, 7, history=False)
+    expected = dlrm(dense.double()[index.to_user], merged(rows_of(user, index.to_user.tolist()), candidate, order))
+    torch.testing.assert_close(model(dense.double(), user, candidate, index), expected, rtol=1e-12, atol=1e-12)
 
 
 class BroadcastRanker(nn.Module):

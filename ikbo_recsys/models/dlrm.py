@@ -127,15 +127,20 @@ class IKBODLRM(nn.Module):
         """Take over the tables (the same objects) and the weights (copied) of a `torchrec.models.dlrm.DLRM`.
 
         It gives the scores of `dlrm` on the same features without the user's copied per candidate. The columns of the
-        first top layer are reordered if the tables of users and candidates are not in that order in `dlrm`.
+        first top layer are reordered if the tables of users and candidates are not in that order in `dlrm`. Dtypes stay
+        and frozen parameters stay frozen.
 
         Args:
             dlrm: not sharded. Its dense features must be the user's.
             user_tables: names of the tables whose features are the user's; the others are the candidates'.
 
         Raises:
-            ValueError: a name that is not a table of `dlrm`, or no table left on one side.
+            TypeError: `user_tables` is a string.
+            ValueError: a name that is not a table of `dlrm`, no table left on one side, or a feature of two tables
+                (for which `DLRM` itself has no place).
         """
+        if isinstance(user_tables, str):
+            raise TypeError(f"user_tables must be several names of tables, got the string {user_tables!r}")
         source = dlrm.sparse_arch.embedding_bag_collection
         configs, user_names = source.embedding_bag_configs(), set(user_tables)
         unknown = sorted(user_names - {config.name for config in configs})
@@ -143,6 +148,10 @@ class IKBODLRM(nn.Module):
             raise ValueError(
                 f"user_tables names {unknown[0]!r} but the tables are {[config.name for config in configs]}"
             )
+        names = feature_names(configs)
+        shared = sorted({name for name in names if names.count(name) > 1})
+        if shared:
+            raise ValueError(f"the feature {shared[0]!r} has several tables, and a DLRM's features have one each")
         sides = [[c for c in configs if (c.name in user_names) is is_user] for is_user in (True, False)]
         if not sides[0] or not sides[1]:
             raise ValueError(f"user_tables must leave tables on both sides, got {len(sides[0])} of {len(configs)}")
@@ -164,15 +173,18 @@ class IKBODLRM(nn.Module):
         )
         with torch.no_grad():
             for ours, theirs in zip(_linear_layers(model.dense), [*bottom, *top], strict=True):
-                ours.weight.copy_(theirs.weight)
-                ours.bias.copy_(theirs.bias)
-            columns = _columns(feature_names(configs), feature_names([*sides[0], *sides[1]]), bottom[-1].out_features)
+                ours.weight, ours.bias = _copied(theirs.weight), _copied(theirs.bias)
+            columns = _columns(names, feature_names([*sides[0], *sides[1]]), bottom[-1].out_features)
             model.dense.over_first.weight.copy_(top[0].weight[:, columns])
         return model.train(dlrm.training)
 
 
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+
+
+def _copied(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _columns(theirs: list[str], ours: list[str], embedding_dim: int) -> list[int]:
