@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -237,7 +238,9 @@ class _Inference:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         shape_env = fake_mode.shape_env
         suppress = nullcontext() if shape_env is None else shape_env.suppress_guards()
-        self._contexts: list[Any] = [suppress, torch.no_grad(), fake_mode]
+        # Some composite operators know symbolic sizes only through their Python decompositions.
+        python = nullcontext() if shape_env is None else enable_python_dispatcher()
+        self._contexts: list[Any] = [suppress, torch.no_grad(), fake_mode, python]
 
     def __enter__(self) -> None:
         for context in self._contexts:

@@ -79,6 +79,9 @@ def savable(w: Walk, target: Any, args: Any, kwargs: Any) -> Callable[[Any], flo
     """The share of an operator's arithmetic that repeats, as a function of the batch sizes; None where it has none."""
     name = packet_name(target)
     operands = [v for v in pytree.tree_leaves((args, kwargs), is_leaf=is_tensor) if is_tensor(v)]
+    if name in ("aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"):
+        history = replication(operands[0])  # the initial state is as many rows of one constant
+        return None if history[0] is None else lambda sizes: _repeated(history, sizes)
     if not operands or is_random(target):
         return None
     if name in ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm") and len(operands) >= 2:

@@ -31,7 +31,7 @@ _COUNTED = frozenset(
             "outer",
             "multi_head_attention_forward",
         ),
-        *("_transformer_encoder_layer_fwd", "_native_multi_head_attention", "gru", "lstm", "rnn_tanh"),
+        *("_transformer_encoder_layer_fwd", "_native_multi_head_attention", "gru", "lstm", "rnn_tanh", "rnn_relu"),
     )
 ) | {"ikbo.linear", "ikbo.compression_linear", "ikbo.cross_attention", "ikbo.dot_interaction"}
 """Operators with arithmetic that `FlopCounterMode` counts (matmuls, convolutions, attention)."""

@@ -15,6 +15,7 @@ from ikbo_recsys.transforms.axes import AxisMap, Maps, aligned, distribute, piec
 from ikbo_recsys.transforms.builder import is_random, packet_name
 from ikbo_recsys.transforms.values import (
     Compact,
+    Level,
     Plain,
     Value,
     expanded_inner,
@@ -22,6 +23,7 @@ from ikbo_recsys.transforms.values import (
     is_static,
     is_tensor,
     levels,
+    peel,
     rank,
     same,
     shape,
@@ -57,6 +59,7 @@ def find(target: Any) -> Rule | None:
     return None
 
 
+_FILLS = frozenset(("aten.zeros", "aten.ones", "aten.full"))
 _NOT_POINTWISE = (aten.where.default, aten.copy.default)
 """`where(condition)` finds positions; `copy` has the shape of one operand."""
 
@@ -113,7 +116,7 @@ def _without_needless_stretch(w: Walk, bound: dict[str, Any], name: str, names: 
 
 def _fill_without_rows(w: Walk, value: Value, axis: int) -> Value:
     """`zeros(B, 1)` as `zeros(1, 1)`: what a constant fill contributes to an elementwise operator is its number."""
-    if not isinstance(value, Plain) or packet_name(value.node.target) not in ("aten.zeros", "aten.ones", "aten.full"):
+    if not isinstance(value, Plain) or packet_name(value.node.target) not in _FILLS:
         return value
     sizes = list(value.node.args[0])  # type: ignore[arg-type]
     sizes[axis] = 1
@@ -317,6 +320,36 @@ def over_images(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
         if is_tensor(bound.get(other)):
             maps[other] = [None] * rank(bound[other])
     return sink(w, target, bound, maps)
+
+
+@rule("gru lstm rnn_tanh rnn_relu")
+def recurrent(w: Walk, target: Any, bound: dict[str, Any]) -> Any:
+    """A recurrent network over a history: every sequence is on its own. The states have the rows on axis 1."""
+    value: Any = bound.get("input")
+    states: Any = bound.get("hx")
+    if "batch_first" not in bound or not isinstance(value, Compact) or (bound["train"] and bound["dropout"] != 0.0):
+        return None
+    level, axis = value.level, value.dim
+    if rank(value) != 3 or axis != (0 if bound["batch_first"] else 1) or level.rows != 1:
+        return None
+    rows = w.build.size_of(value.inner, axis)
+    given = states if isinstance(states, list) else [states]
+    inner = [_state_of(w, state, level, rows) for state in given]
+    if any(state is None for state in inner):
+        return None
+    compact = {**bound, "input": value.inner, "hx": inner if isinstance(states, list) else inner[0]}
+    output, *last = w.call_bound(target, compact)
+    return (Compact(output, level, axis), *(Compact(state, level, 1) for state in last))
+
+
+def _state_of(w: Walk, state: Value, level: Level, rows: Any) -> Value | None:
+    """An initial state at the compact rows: looked up along with the input, or a constant fill."""
+    found = peel(state, level, 1) if is_lazy(state) else None
+    if found is None and isinstance(state, Plain) and packet_name(state.node.target) in _FILLS:
+        sizes: list[Any] = list(state.node.args[0])  # type: ignore[arg-type]
+        sizes[1] = rows
+        found = Plain(w.build.emit(state.node.target, sizes, *state.node.args[1:], **state.node.kwargs))
+    return found
 
 
 @rule("embedding embedding_bag")

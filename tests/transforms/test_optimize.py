@@ -160,6 +160,60 @@ def test_a_program_in_core_operators() -> None:
     assert optimized.report.saved >= 0.9 * optimized.report.savable > 0
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_towers(kind: Any, batch_first: bool) -> None:
+    """A recurrent network over the user's history runs once per user."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = kind(4, 6, num_layers=2, bidirectional=True, batch_first=batch_first)
+            self.over = nn.Linear(12 + 6 + 4, 1)
+
+        def forward(self, user: Tensor, item: Tensor, index: Tensor) -> Tensor:
+            history = user[index] if batch_first else user[index].transpose(0, 1)
+            steps, last = self.tower(history)
+            last = last[0] if isinstance(last, tuple) else last
+            return self.over(torch.cat([steps.mean(1 if batch_first else 0), last[1], item], 1))
+
+    model = Recurrent().eval()
+
+    def batch(users: int, candidates: int) -> tuple[Tensor, ...]:
+        return torch.randn(users, 5, 4), torch.randn(candidates, 4), torch.randint(0, users, (candidates,))
+
+    optimized = optimize(model, batch(3, 24))
+    outcomes = {entry.operator: entry.outcome for entry in optimized.report.entries}
+    assert outcomes[{nn.GRU: "gru", nn.LSTM: "lstm", nn.RNN: "rnn_tanh"}[kind]] == "sunk"
+    for pair in PAIRS:
+        given = batch(*pair)
+        torch.testing.assert_close(optimized.module()(*given), model(*given), rtol=1e-5, atol=1e-6)
+
+
+def test_multi_head_attention() -> None:
+    """PyTorch's own module as target attention: its projections of the history and its attention."""
+
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, user: Tensor, item: Tensor, index: Tensor) -> Tensor:
+            history = user[index]
+            return self.attention(item.unsqueeze(1), history, history, need_weights=False)[0].squeeze(1)
+
+    model = Target().eval()
+
+    def batch(users: int, candidates: int) -> tuple[Tensor, ...]:
+        return torch.randn(users, 5, 8), torch.randn(candidates, 8), torch.randint(0, users, (candidates,))
+
+    optimized = optimize(model, batch(3, 24))
+    assert "ikbo.cross_attention" in str(optimized.report)
+    for pair in PAIRS:
+        given = batch(*pair)
+        torch.testing.assert_close(optimized.module()(*given), model(*given), rtol=1e-5, atol=1e-5)
+
+
 def test_custom_operators_are_called_as_often_as_before() -> None:
     calls = []
 
