@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ikbo_recsys.transforms.axes import concatenate, sink, take
 from ikbo_recsys.transforms.builder import is_pure, packet_name
-from ikbo_recsys.transforms.report import hint
+from ikbo_recsys.transforms.report import has_hint, hint
 from ikbo_recsys.transforms.rules import rule
 from ikbo_recsys.transforms.values import (
     Compact,
@@ -96,8 +96,9 @@ def _row(w: Walk, matrix: Any, row: Any) -> Node | None:
     if matrix.target is aten.stack.default and matrix.args[1:] in ((), (0,)):
         found: Node = matrix.args[0][row]
         return found
-    if matrix.target is aten.index_select.default and matrix.args[1] == 0:
-        order = constant_value(w, matrix.args[2])
+    reordered = matrix.target is aten.index_select.default and matrix.args[1] == 0
+    if reordered or matrix.target is torch.ops.ikbo.broadcast.default:
+        order = constant_value(w, matrix.args[-1])
         return None if order is None else _row(w, matrix.args[0], int(order[row]))
     return None
 
@@ -160,8 +161,9 @@ def _no_broadcast(w: Walk, source: Value, dim: int, index: Node) -> str | None:
     if w.user_inputs is not None and not inputs <= w.user_inputs | w.depends(Plain(index)):
         others = ", ".join(sorted(inputs - w.user_inputs))
         return f"the source depends on {others}, not named in user_inputs"
-    rows, entries = hint(shape(source)[dim]), hint(index.meta["val"].shape[0])
-    if rows > entries and w.user_inputs is None:
+    sizes = shape(source)[dim], index.meta["val"].shape[0]
+    rows, entries = map(hint, sizes)
+    if rows > entries and w.user_inputs is None and all(map(has_hint, sizes)):
         return f"it selects {entries} of {rows} rows: a choice, not a replication"
     return None
 

@@ -172,7 +172,8 @@ class Builder:
         """The size arguments of a view; one dynamic size beside static ones is left to the operator (-1)."""
         sizes = list(sizes)
         dynamic = [i for i, size in enumerate(sizes) if not is_static(size)]
-        if len(dynamic) == 1 and 0 not in sizes:
+        empty = any(is_static(size) and size == 0 for size in sizes)
+        if len(dynamic) == 1 and not empty:
             return [-1 if i == dynamic[0] else size for i, size in enumerate(sizes)]
         return [self.size(size) for size in sizes]
 

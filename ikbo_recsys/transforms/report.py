@@ -255,6 +255,11 @@ def hint(size: Any) -> int:
     return evaluate(size, {})
 
 
+def has_hint(size: Any) -> bool:
+    """Whether the example gives the size a value: not where only the data does."""
+    return not isinstance(size, torch.SymInt) or bool(size.node.has_hint())
+
+
 def evaluate(size: Any, sizes: Sizes) -> int:
     """A size at other batch sizes than the example's."""
     if not isinstance(size, torch.SymInt):
