@@ -42,7 +42,8 @@ class Ranker(nn.Module):
 def make_inputs(data, requests, items):
     """The users of some requests, each with the same items as candidates."""
     dense, user = data.user_batch(requests)
-    candidate = data.candidate_batch(np.tile(items, len(requests)))
+    tiled = np.tile(items, len(requests))
+    candidate = data.candidate_batch(tiled, data.rate_at_end[tiled], data.ratings_at_end[tiled])
     return (
         dense,
         user.lengths().view(len(USER_KEYS), -1).t().contiguous(),

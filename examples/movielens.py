@@ -37,10 +37,10 @@ GroupLens: for research; acknowledge it in publications; do not redistribute it;
 It is fetched into .data/ now."""
 
 USER_TABLES = {"age": 7, "gender": 2, "occupation": 21}
-CANDIDATE_TABLES = {"genres": 19, "year": 80}
+CANDIDATE_TABLES = {"genres": 19, "year": 80, "rate": 50, "ratings": 10}
 FIRST_YEAR = 1920
-DENSE_FEATURES = 3
-EMBEDDING_DIM, MAX_HISTORY = 32, 50
+DENSE_FEATURES = 2 + CANDIDATE_TABLES["genres"]
+EMBEDDING_DIM, MAX_HISTORY = 16, 50
 
 
 class Batch(NamedTuple):
@@ -86,16 +86,21 @@ class MovieLens:
     """Requests in the order of time; `offsets` says where the candidates of each are in `item` and `label`."""
 
     user: np.ndarray  # [R] the user of each request
-    dense: np.ndarray  # [R, 3] age, log of the number of ratings before, share of these that were positive
+    dense: np.ndarray  # [R, 21] log of the number of ratings before; how much better than others do the user liked
+    #                            these items, over all and for each genre
     positives_before: np.ndarray  # [R] how many of the user's positive items came before the request
     offsets: np.ndarray  # [R + 1]
     item: np.ndarray
     label: np.ndarray
+    rate: np.ndarray  # for each of `item`, the share of its ratings before the request that were positive
+    ratings: np.ndarray  # and how many these were
     positives: list[np.ndarray]  # for each user, the items rated 4 or 5, in the order of time
     user_features: dict[str, np.ndarray]
     genres: list[np.ndarray]
     year: np.ndarray
     titles: list[str]
+    rate_at_end: np.ndarray  # for each item, `rate` and `ratings` after all requests
+    ratings_at_end: np.ndarray
 
     def split(self, share: float) -> tuple[np.ndarray, np.ndarray]:
         """The requests that have the first `share` of the candidates, and the later ones."""
@@ -112,7 +117,8 @@ class MovieLens:
         counts = np.diff(self.offsets)[requests]
         user = self.user_batch(requests)
         index = CandidateIndex.from_counts(torch.from_numpy(counts))
-        return Batch(*user, self.candidate_batch(self.item[rows]), index, torch.from_numpy(self.label[rows]))
+        candidate = self.candidate_batch(self.item[rows], self.rate[rows], self.ratings[rows])
+        return Batch(*user, candidate, index, torch.from_numpy(self.label[rows]))
 
     def user_batch(self, requests: np.ndarray) -> tuple[Tensor, KeyedJaggedTensor]:
         histories = [
@@ -122,8 +128,14 @@ class MovieLens:
         columns = {name: list(self.user_features[name][self.user[requests]][:, None]) for name in USER_TABLES}
         return torch.from_numpy(self.dense[requests]), to_kjt(columns | {"history": histories})
 
-    def candidate_batch(self, items: np.ndarray) -> KeyedJaggedTensor:
-        columns = {"genres": [self.genres[i] for i in items], "year": list(self.year[items][:, None])}
+    def candidate_batch(self, items: np.ndarray, rate: np.ndarray, ratings: np.ndarray) -> KeyedJaggedTensor:
+        """Some items, and how popular they are by then: bags of all thresholds passed, so close values are alike."""
+        columns = {
+            "genres": [self.genres[i] for i in items],
+            "year": list(self.year[items][:, None]),
+            "rate": [np.arange(n) for n in (rate * CANDIDATE_TABLES["rate"]).astype(np.int64)],
+            "ratings": [np.arange(n) for n in np.log2(ratings + 1).astype(np.int64)],
+        }
         return to_kjt(columns | {"item": list(items[:, None])})
 
 
@@ -131,6 +143,11 @@ def shuffled(requests: np.ndarray, size: int, seed: int) -> list[np.ndarray]:
     """Batches of `size` requests each, in random order."""
     order = np.random.default_rng(seed).permutation(requests)
     return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def smoothed(positives, ratings):
+    """The share of positives; who has no ratings yet is taken for having ten average ones, which fade out."""
+    return (positives + 5.5) / (ratings + 10)
 
 
 def to_kjt(columns: dict[str, list[np.ndarray]]) -> KeyedJaggedTensor:
@@ -152,21 +169,31 @@ def load() -> MovieLens:
 
     starts = np.flatnonzero(np.r_[True, (user[1:] != user[:-1]) | (time[1:] != time[:-1])])
     offsets = np.r_[starts, len(user)]
-    age = users.age.to_numpy(np.float32)
+    age = users.age.to_numpy()
+    genre_names = sorted({genre for genres in items["class"] for genre in str(genres).split()})
+    genres = [np.array([genre_names.index(genre) for genre in str(row).split()]) for row in items["class"]]
+    kinds = np.zeros((len(items), 1 + len(genre_names)))
+    kinds[:, 0] = 1
+    for row, of_item in zip(kinds, genres, strict=True):
+        row[1 + of_item] = 1
     dense = np.zeros((len(starts), DENSE_FEATURES), np.float32)
     before = np.zeros(len(starts), np.int64)
     positives: list[list[int]] = [[] for _ in range(len(users))]
-    rated = np.zeros(len(users))
+    rate, ratings_before = np.zeros(len(item)), np.zeros(len(item))
+    item_positives, item_ratings = np.zeros(len(items)), np.zeros(len(items))
+    excess, rated = np.zeros((len(users), kinds.shape[1])), np.zeros((len(users), kinds.shape[1]))
     for request, (start, stop) in enumerate(pairwise(offsets)):
-        who = user[start]
+        who, shown, liked = user[start], item[start:stop], label[start:stop]
         before[request] = len(positives[who])
-        # A user without ratings yet is taken for one with ten average ones, fading out as ratings come in.
-        share = (len(positives[who]) + 5.5) / (rated[who] + 10)
-        dense[request] = age[who] / 50, np.log1p(rated[who]) / 5, share
-        positives[who] += item[start:stop][label[start:stop] > 0].tolist()
-        rated[who] += stop - start
+        dense[request] = np.log1p(rated[who, 0]) / 5, *(5 * excess[who] / (rated[who] + 10))
+        rate[start:stop] = smoothed(item_positives[shown], item_ratings[shown])
+        ratings_before[start:stop] = item_ratings[shown]
+        positives[who] += shown[liked > 0].tolist()
+        excess[who] += (liked - rate[start:stop]) @ kinds[shown]
+        rated[who] += kinds[shown].sum(0)
+        item_positives[shown] += liked
+        item_ratings[shown] += 1
 
-    genre_names = sorted({genre for genres in items["class"] for genre in str(genres).split()})
     year = pd.to_numeric(items.release_year, errors="coerce").fillna(FIRST_YEAR).to_numpy(np.int64) - FIRST_YEAR
     return MovieLens(
         user[starts],
@@ -175,24 +202,39 @@ def load() -> MovieLens:
         offsets,
         item,
         label,
+        rate,
+        ratings_before,
         [np.array(history, np.int64) for history in positives],
         {
             "age": np.digitize(age, [18, 25, 35, 45, 50, 56]),
             "gender": (users.gender == "F").to_numpy(np.int64),
             "occupation": users.occupation.astype("category").cat.codes.to_numpy(np.int64),
         },
-        [np.array([genre_names.index(genre) for genre in str(genres).split()]) for genres in items["class"]],
+        genres,
         year.clip(0, CANDIDATE_TABLES["year"] - 1),
         items.movie_title.tolist(),
+        smoothed(item_positives, item_ratings),
+        item_ratings,
     )
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
+def small_normal(weight: Tensor) -> Tensor:
+    """The default would be as wide as 0.7 for a table of 2 rows: noise that little data does not unlearn."""
+    return torch.nn.init.normal_(weight, std=0.01)
+
+
 def bags(tables: dict[str, int], embedding_dim: int) -> EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(name=name, embedding_dim=embedding_dim, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=embedding_dim,
+            num_embeddings=rows,
+            feature_names=[name],
+            init_fn=small_normal,
+        )
         for name, rows in tables.items()
     ]
     return EmbeddingBagCollection(tables=configs)
@@ -200,7 +242,11 @@ def bags(tables: dict[str, int], embedding_dim: int) -> EmbeddingBagCollection:
 
 def make_model(num_items: int) -> IKBOSequenceRanker:
     items = EmbeddingConfig(
-        name="item", embedding_dim=EMBEDDING_DIM, num_embeddings=num_items, feature_names=["history", "item"]
+        name="item",
+        embedding_dim=EMBEDDING_DIM,
+        num_embeddings=num_items,
+        feature_names=["history", "item"],
+        init_fn=small_normal,
     )
     return IKBOSequenceRanker(
         bags(USER_TABLES, EMBEDDING_DIM),

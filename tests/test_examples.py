@@ -37,6 +37,8 @@ def test_train_export_and_rank(tmp_path: Path) -> None:
     # Little training: more than chance is all that can be asked for. `make demo` is held to more.
     assert 0.52 < report["auc"] < 1
     assert 0.52 < report["baseline_auc"] < 1
+    assert {f"{kind}_auc" for kind in ("request", "baseline_request", "user", "baseline_user")} < set(report)
+    assert "AUC, within requests" in printed
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
     printed = run("03_export_and_rank.py", tmp_path, "--quick")
