@@ -90,6 +90,8 @@ class Walk:
                 self.build.first_input = self.build.first_input or new
             return Plain(new)
         if mutation.changes_mode(node):
+            # A copy that is not made yet belongs to the mode it was asked for in: without gradients, for one.
+            self._env = {old: self._settled(value) for old, value in self._env.items()}
             self.build.forget()
             return self._verbatim(node)
         if node.op in ("get_attr", "output"):
@@ -110,6 +112,11 @@ class Walk:
     def _verbatim(self, node: Node) -> Any:
         new = self.build.copy(node, self._whole_argument)
         return Plain(new)
+
+    def _settled(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._settled(v) for v in value)
+        return Plain(self.build.whole(value)) if is_lazy(value) else value
 
     def _whole_argument(self, node: Node) -> Any:
         return self.argument(self._env[node])

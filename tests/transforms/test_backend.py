@@ -150,6 +150,23 @@ def test_a_region_without_gradients() -> None:
     assert reports[0].refused is None
 
 
+def test_a_copy_made_without_gradients_has_none() -> None:
+    class Detached(nn.Module):
+        def forward(self, user: Tensor, index: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = torch.relu(user)[index]
+                wide = user[index]
+            return torch.cat([target, wide], 1).square() + torch.cat([user, user], 1)[index].relu()
+
+    fast, reports = compiled(Detached(), "eager")
+    user, _, index = batch(3, 24)
+    found, expected = fast(user, index), Detached()(user, index)
+    torch.testing.assert_close(found, expected)
+    (mine,), (theirs,) = (torch.autograd.grad(out.sum(), [user]) for out in (found, expected))
+    torch.testing.assert_close(mine, theirs)
+    assert reports[0].refused is None
+
+
 def test_an_unknown_inner_compiler() -> None:
     fast, _ = compiled(Ranker().eval(), "outductor")
     with pytest.raises(Exception, match="'outductor'"):
