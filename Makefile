@@ -20,6 +20,7 @@ demo: $(READY)
 	$(PYTHON) examples/02_train_movielens.py
 	$(PYTHON) examples/03_export_and_rank.py
 	$(PYTHON) examples/04_latency.py
+	$(PYTHON) examples/05_optimize_existing_model.py
 
 test: $(READY)
 	$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)

@@ -100,7 +100,7 @@ def export(
     example_kwargs = {name: example[name] for name in kwargs or {}}
     shapes = _dynamic_shapes(example, names, {name: Dim(name) for name in given})
     shapes = {"args": tuple(shapes.values())} if grouped else shapes
-    with _any_size(), torch.no_grad(), _failures_explained(module):
+    with any_size(), torch.no_grad(), _failures_explained(module):
         program = torch.export.export(
             wrapper,
             example_args,
@@ -110,7 +110,7 @@ def export(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     program = _without_composite_operators(program)
-    _check_assumptions(program, _check_symbols(program, names))
+    check_assumptions(program, _check_symbols(program, names))
     return program
 
 
@@ -132,7 +132,7 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, options: 
     if not path.endswith(".pt2"):
         raise ValueError(f"path must end in '.pt2', got {path!r}")
     check_program(program)
-    with _any_size(), torch.no_grad():
+    with any_size(), torch.no_grad():
         return torch._inductor.aoti_compile_and_package(
             program, package_path=path, inductor_configs=dict(options) if options else None
         )
@@ -349,7 +349,7 @@ def _grouped_wrapper(
 
 
 @contextmanager
-def _any_size() -> Iterator[None]:
+def any_size() -> Iterator[None]:
     """Sizes of 0 and 1 are like any other: without this they become constants, or are excluded."""
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
@@ -404,7 +404,7 @@ def _check_symbols(program: ExportedProgram, names: Mapping[str, list[dict[int, 
     return symbols
 
 
-def _check_assumptions(program: ExportedProgram, symbols: Mapping[str, Any]) -> None:
+def check_assumptions(program: ExportedProgram, symbols: Mapping[str, Any]) -> None:
     """Drop the assertions that a size is not 0 or 1, and raise if another one fails for a pair of batch sizes.
 
     Whether a strided view is contiguous depends on whether a size is 1 or 0, so PyTorch asserts that it is not wherever
@@ -444,7 +444,7 @@ def _without_composite_operators(program: ExportedProgram) -> ExportedProgram:
     composite: set[Any] = {node.target for node in _operator_nodes(program) if _is_composite(node.target)}
     if not composite:
         return program
-    with _any_size(), torch.no_grad():
+    with any_size(), torch.no_grad():
         return program.run_decompositions({operator: getattr(kernels, operator._opname) for operator in composite})
 
 

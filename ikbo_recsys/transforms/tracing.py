@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ikbo_recsys.export import _any_size, _check_assumptions, export
+from ikbo_recsys.export import any_size, check_assumptions, export
 
 INDEX_NAME = "to_user"
 """The keyword input that a program gains when its caller broadcast."""
@@ -86,11 +86,11 @@ def _export(
     if variadic:
         raise ValueError(f"{type(model).__name__}.forward takes *args: the pass needs named parameters")
     dynamic = {**dict(zip(names, args_shapes, strict=True)), **kwargs_shapes}
-    with _any_size(), torch.no_grad():
+    with any_size(), torch.no_grad():
         program = torch.export.export(
             model, args, dict(kwargs), dynamic_shapes=dynamic, prefer_deferred_runtime_asserts_over_guards=True
         )
-    _check_assumptions(program, batch_symbols(program))
+    check_assumptions(program, batch_symbols(program))
     return program
 
 
