@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ikbo_recsys.kernels._packing import pack_candidates
+from ikbo_recsys.kernels._packing import Packing, pack_candidates
 
 ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 """The activations of `linear`; gelu is the exact one, as `torch.nn.GELU()`."""
@@ -114,22 +114,34 @@ def cross_attention(
         if kv_lengths_U is None:
             kv_lengths_U = to_user_B.new_full((key_UTHD.shape[0],), history)
     packing = pack_candidates(to_user_B, offsets, key_UTHD.shape[0])
-    attend_N11T = None
+    attend_N11T = padding_UT = None
     if kv_lengths_U is not None:
         valid_UT = torch.arange(key_UTHD.shape[1], device=key_UTHD.device) < kv_lengths_U[:, None]
-        # Padding may hold anything, NaN included, and 0 * NaN is NaN: it has to be gone before the matmuls.
-        key_UTHD = key_UTHD.masked_fill(~valid_UT[:, :, None, None], 0)
-        value_UTHD = value_UTHD.masked_fill(~valid_UT[:, :, None, None], 0)
+        padding_UT = ~valid_UT
         # Without a history there is nothing to normalise by: attend to the zeros, whose result and gradients are zero.
         attend_N11T = packing.per_tile(valid_UT | (kv_lengths_U == 0)[:, None])[:, None, None, :]
     out_NHRD = F.scaled_dot_product_attention(
         _fold_query_heads(packing.to_tiles(query_BSHD), key_UTHD.shape[2]),
-        packing.per_tile(key_UTHD).transpose(1, 2),
-        packing.per_tile(value_UTHD).transpose(1, 2),
+        _clean_per_tile(packing, key_UTHD, padding_UT).transpose(1, 2),
+        _clean_per_tile(packing, value_UTHD, padding_UT).transpose(1, 2),
         attn_mask=attend_N11T,
         scale=scale,
     )
     return packing.from_tiles(_unfold_query_heads(out_NHRD, packing.rows, query_BSHD.shape)).to(dtype)
+
+
+def _clean_per_tile(packing: Packing, x_UTHD: Tensor, padding_UT: Tensor | None) -> Tensor:
+    """Each tile's user's rows, with zeros in the padding.
+
+    Padding may hold anything, NaN included, and 0 * NaN is NaN: it has to be gone before the matmuls. Where there are
+    no more tiles than users it goes after the look-up, in place: a copy less.
+    """
+    if padding_UT is None:
+        return packing.per_tile(x_UTHD)
+    tiles, users = packing.user_N.shape[0], x_UTHD.shape[0]
+    if not torch.compiler.is_compiling() and isinstance(tiles, int) and tiles <= users:
+        return packing.per_tile(x_UTHD).masked_fill_(packing.per_tile(padding_UT)[:, :, None, None], 0)
+    return packing.per_tile(x_UTHD.masked_fill(padding_UT[:, :, None, None], 0))
 
 
 def _one_padding_row(x_UTHD: Tensor) -> Tensor:
