@@ -115,7 +115,7 @@ class CandidateIndex:
         offsets = None
         if grouped:
             if on_host(ids):
-                _check_not_falling("ids", ids)
+                check_not_falling("ids", ids)
             bounds = torch.arange(num_users + 1, dtype=ids.dtype, device=ids.device)
             offsets = torch.searchsorted(ids, bounds, out_int32=ids.dtype == torch.int32)
         return cls(ids, num_users, offsets)
@@ -262,7 +262,8 @@ def check_count(name: str, number: int) -> None:
         raise ValueError(f"{name} must not be negative, got {number}")
 
 
-def _check_not_falling(name: str, values: Tensor) -> None:
+def check_not_falling(name: str, values: Tensor) -> None:
+    """Raise, with the position and both numbers, if a value is less than the one before it. Reads the device."""
     falls = values.diff() < 0
     if bool(falls.any()):
         position = int(falls.nonzero()[0])
@@ -273,7 +274,7 @@ def _check_not_falling(name: str, values: Tensor) -> None:
 def _check_offset_values(offsets: Tensor, num_candidates: int | None) -> None:
     if int(offsets[0]) != 0:
         raise ValueError(f"offsets[0] is {int(offsets[0])} but must be 0")
-    _check_not_falling("offsets", offsets)
+    check_not_falling("offsets", offsets)
     if num_candidates is not None and int(offsets[-1]) != num_candidates:
         raise ValueError(f"offsets[-1] is {int(offsets[-1])} but num_candidates is {num_candidates}")
 

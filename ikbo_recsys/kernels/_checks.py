@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex, check_index_tensor, on_host
+from ikbo_recsys.candidate_index import CandidateIndex, check_index_tensor, check_not_falling, on_host
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -26,7 +26,7 @@ def check_dims(name: str, tensor: Tensor, layout: str) -> None:
     """Raise unless `tensor` has one dimension for each entry of `layout`, for example `"U, Ku, D"`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor [{layout}], got {type(tensor).__name__}")
-    expected = layout.count(",") + 1 if layout else 0
+    expected = layout.count(",") + 1
     if tensor.dim() != expected:
         raise ValueError(f"{name} must be [{layout}], got {tensor.dim()} dimensions {tuple(tensor.shape)}")
 
@@ -132,20 +132,13 @@ def check_lengths(name: str, lengths_U: Tensor, upper: int) -> None:
 def check_offsets(name: str, offsets: Tensor, total: int, max_length: int | None = None) -> None:
     """Raise, or on a GPU under `IKBO_CHECK=1` assert without waiting, that offsets rise from 0 to `total`."""
     upper = total if max_length is None else max_length
-    lengths = offsets.diff()
     if on_host(offsets):
         if int(offsets[0]) != 0 or int(offsets[-1]) != total:
             raise ValueError(f"{name} goes from {int(offsets[0])} to {int(offsets[-1])}, not from 0 to {total} rows")
-        if lengths.numel() == 0:
-            return
-        shortest, longest = lengths.aminmax()
-        if int(shortest) < 0:
-            at = int(lengths.argmin())
-            raise ValueError(
-                f"{name}[{at + 1}] is {int(offsets[at + 1])}, less than {name}[{at}] which is {int(offsets[at])}"
-            )
-        if int(longest) > upper:
-            raise ValueError(f"{name} has a length of {int(longest)} but max_kv_length is {upper}")
+        check_not_falling(name, offsets)
+        longest = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+        if longest > upper:
+            raise ValueError(f"{name} has a length of {longest} but max_kv_length is {upper}")
     elif check_mode():
         torch._assert_async((offsets[0] == 0) & (offsets[-1] == total), f"{name} does not go from 0 to {total} rows")
-        check_lengths(f"the lengths of {name}", lengths, upper)
+        check_lengths(f"the lengths of {name}", offsets.diff(), upper)

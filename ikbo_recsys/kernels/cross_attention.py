@@ -90,8 +90,7 @@ def cross_attention(
     with _checks.no_autocast(query):
         if kv_offsets is not None:
             length = _max_length(kv_offsets, key.shape[0]) if max_kv_length is None else max_kv_length
-            key = reference.pad_jagged(key, kv_offsets, length)
-            value = reference.pad_jagged(value, kv_offsets, length)
+            key, value = reference.pad_jagged(key, value, kv_offsets, length)
             kv_lengths = kv_offsets.diff()
         return reference.cross_attention(query, key, value, to_user, offsets, kv_lengths, scale)
 

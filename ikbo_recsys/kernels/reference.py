@@ -161,11 +161,15 @@ def _unfold_query_heads(out_NHRD: Tensor, rows: int, query_shape: torch.Size) ->
     return split.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
 
 
-def pad_jagged(x_LHD: Tensor, offsets_U: Tensor, max_length: int) -> Tensor:
+def pad_jagged(key_LHD: Tensor, value_LHD: Tensor, offsets_U: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """`[sum T, ...]` with offsets `[U + 1]` to `[U, max_length, ...]`, zeros behind each user's rows."""
-    num_users, row_L = offsets_U.shape[0] - 1, torch.arange(x_LHD.shape[0], device=x_LHD.device)
+    num_users, row_L = offsets_U.shape[0] - 1, torch.arange(key_LHD.shape[0], device=key_LHD.device)
     offsets_U = offsets_U.long()
     user_L = torch.searchsorted(offsets_U[1:], row_L, right=True)
     slot_L = user_L * max_length + row_L - offsets_U.index_select(0, user_L)
-    padded = x_LHD.new_zeros((num_users * max_length, *x_LHD.shape[1:])).index_copy(0, slot_L, x_LHD)
-    return padded.unflatten(0, (num_users, max_length))
+
+    def padded(x_LHD: Tensor) -> Tensor:
+        zeros = x_LHD.new_zeros((num_users * max_length, *x_LHD.shape[1:]))
+        return zeros.index_copy(0, slot_L, x_LHD).unflatten(0, (num_users, max_length))
+
+    return padded(key_LHD), padded(value_LHD)

@@ -36,11 +36,3 @@ def poison_uninitialised_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = before
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_inputs(request: pytest.FixtureRequest) -> None:
-    """Another seed for every test, the same one when it is run again."""
-    import zlib
-
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
