@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import pytest
@@ -35,10 +36,20 @@ def shard(model: torch.nn.Module, world: int) -> DistributedModelParallel:
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
-def train(rank: int, world: int, name: str, store: str, queue) -> None:
+def worker(rank: int, world: int, name: str, store: str, queue) -> None:
     torch.set_num_threads(1)
     patience = timedelta(seconds=90)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=patience)
+    queue.put((rank, *train(rank, world, name)))
+    dist.barrier()
+    dist.destroy_process_group()
+    # The sharded model lies in reference cycles and holds the process groups. Their threads must have ended before the
+    # interpreter does: one that then asks for its lock is killed, and gloo aborts the process.
+    gc.collect()
+
+
+def train(rank: int, world: int, name: str):
+    """Losses of the steps, whether each local table moved, whether all are finite, the dense weights."""
     torch.manual_seed(0)
     model = shard((make_dlrm if name == "dlrm" else make_ranker)(), world)
     optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
@@ -58,9 +69,7 @@ def train(rank: int, world: int, name: str, store: str, queue) -> None:
     moved = {key: bool((after[key] != before[key]).any()) for key in before}
     finite = all(bool(torch.isfinite(value).all()) for value in after.values())
     weights = torch.cat([p.detach().flatten() for p in dense_parameters(model)])
-    queue.put((rank, losses, moved, finite, weights.numpy()))
-    dist.barrier()
-    dist.destroy_process_group()
+    return losses, moved, finite, weights.numpy()
 
 
 def dense_parameters(model: DistributedModelParallel) -> list[torch.nn.Parameter]:
@@ -78,7 +87,7 @@ def local_tables(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
 def test_trains_sharded(name: str, world: int, tmp_path) -> None:
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    mp.spawn(train, (world, name, str(tmp_path / "store"), queue), nprocs=world)
+    mp.spawn(worker, (world, name, str(tmp_path / "store"), queue), nprocs=world)
     results = sorted((queue.get() for _ in range(world)), key=lambda result: result[0])
     moved = {key: value for _, _, of_rank, _, _ in results for key, value in of_rank.items()}
     assert len(moved) == len(USER_KEYS) + len(CANDIDATE_KEYS) + (name == "ranker")
