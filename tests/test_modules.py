@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import NamedTuple
@@ -144,6 +145,7 @@ def one_process_group(tmp_path) -> None:  # type: ignore[no-untyped-def]
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    gc.collect()  # A wrapped module is in reference cycles; gloo's threads end with it, and must before the interpreter.
 
 
 @with_weights
