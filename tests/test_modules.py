@@ -145,7 +145,8 @@ def one_process_group(tmp_path) -> None:  # type: ignore[no-untyped-def]
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    gc.collect()  # A wrapped module is in reference cycles; gloo's threads end with it, and must before the interpreter.
+    # A wrapped module is in reference cycles; gloo's threads end with it, and must before the interpreter.
+    gc.collect()
 
 
 @with_weights
