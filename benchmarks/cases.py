@@ -45,6 +45,8 @@ class Benchmark:
         written once.
         providers: ours by path, and the rivals.
         tolerance: largest relative error (Frobenius norm) that may be timed, by dtype.
+        gradients, select_gradients: the same two for the gradients that a training provider gives; where there are
+        none, training providers give nothing and are not checked.
     """
 
     cases: Sequence[Case]
@@ -55,6 +57,8 @@ class Benchmark:
     bytes: Callable[[Case, torch.dtype], float]
     providers: Sequence[Provider]
     tolerance: Mapping[torch.dtype, float]
+    gradients: Callable[[Inputs], Sequence[Tensor]] | None = None
+    select_gradients: Callable[[Any], Sequence[Tensor]] = tuple
 
 
 def load(operator: str) -> Benchmark:

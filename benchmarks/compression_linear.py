@@ -5,20 +5,19 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Benchmark, Case
+from benchmarks.builders import MAX_AUTOTUNE, make_index, num_users, ours, torch_way, training
+from benchmarks.cases import Benchmark, Case, Inputs
 from benchmarks.providers import FBGEMM_HINT, Provider, optional_import
-from ikbo_recsys import CandidateIndex
 from ikbo_recsys.kernels import compression_linear
-from ikbo_recsys.kernels._backend import use_backend
 
-Inputs = Mapping[str, Any]
+OPERANDS = ("user", "cand", "weight")
 
 
 def case(name: str, group: str = "", **sizes: int) -> Case:
@@ -34,19 +33,13 @@ CASES = (
 )
 
 
-def num_users(c: Case) -> int:
-    return -(-c["B"] // c["ratio"])
-
-
 def make_inputs(c: Case, dtype: torch.dtype, device: str) -> Inputs:
-    """Random inputs; the first U - 1 users have `ratio` candidates each, the last one the rest."""
-    users = num_users(c)
-    to_user = torch.arange(c["B"], device=device, dtype=torch.int32) // c["ratio"]
     return {
-        "user": torch.randn(users, c["Ku"], c["D"], device=device, dtype=dtype),
+        "user": torch.randn(num_users(c), c["Ku"], c["D"], device=device, dtype=dtype),
         "cand": torch.randn(c["B"], c["Kc"], c["D"], device=device, dtype=dtype),
         "weight": torch.randn(c["M"], c["Ku"] + c["Kc"], device=device, dtype=dtype),
-        "index": CandidateIndex.from_user_ids(to_user, users, grouped=True),
+        "probe": torch.randn(c["B"], c["M"], c["D"], device=device, dtype=dtype),
+        "index": make_index(c, device),
     }
 
 
@@ -62,20 +55,24 @@ def reference(inputs: Inputs) -> Tensor:
     return user_part[inputs["index"].to_user[rows].long()] + weight[:, user.shape[1] :] @ cand[rows].double()
 
 
-# ---- ours ----------------------------------------------------------------------------------------------------------
+def gradients(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Of user, some of cand, and weight, in fp64; a piece of the candidates at a time, which bounds the memory."""
+    user, cand, weight, probe = (inputs[name] for name in ("user", "cand", "weight", "probe"))
+    user_weight, cand_weight = (part.double() for part in weight.split((user.shape[1], cand.shape[1]), 1))
+    to_user, rows = inputs["index"].to_user, some(cand.shape[0])
+    of_user = probe.new_zeros(user.shape[0], *probe.shape[1:], dtype=torch.float64)
+    of_weight = torch.zeros_like(cand_weight)
+    for piece in torch.arange(cand.shape[0], device=cand.device).split(64):
+        grad = probe[piece].double()
+        of_user.index_add_(0, to_user[piece], grad)
+        of_weight += torch.einsum("bmd,bkd->mk", grad, cand[piece].double())
+    both = torch.cat((torch.einsum("umd,ukd->mk", of_user, user.double()), of_weight), 1)
+    return user_weight.t() @ of_user, cand_weight.t() @ probe[rows].double(), both
 
 
-def ours(path: str) -> Callable[[Inputs], Callable[[], Tensor]]:
-    def build(inputs: Inputs) -> Callable[[], Tensor]:
-        arguments = [inputs[name] for name in ("user", "cand", "weight", "index")]
-
-        def run() -> Tensor:
-            with use_backend(path), torch.no_grad():
-                return compression_linear(*arguments)
-
-        return run
-
-    return build
+def select_gradients(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    user, cand, weight = found
+    return user, cand[some(cand.shape[0])], weight
 
 
 # ---- torch ---------------------------------------------------------------------------------------------------------
@@ -87,23 +84,6 @@ def broadcast(user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor) -> Te
 
 def decomposed(user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor) -> Tensor:
     return (weight[:, : user.shape[1]] @ user)[to_user] + weight[:, user.shape[1] :] @ cand
-
-
-def torch_way(function: Callable[..., Tensor], **compile_options: Any) -> Callable[[Inputs], Callable[[], Tensor]]:
-    def build(inputs: Inputs) -> Callable[[], Tensor]:
-        arguments = [inputs["user"], inputs["cand"], inputs["weight"], inputs["index"].to_user.long()]
-        chosen = function
-        if compile_options:
-            torch._dynamo.reset()
-            chosen = torch.compile(function, **compile_options)
-
-        def run() -> Tensor:
-            with torch.no_grad():
-                return chosen(*arguments)
-
-        return run
-
-    return build
 
 
 def padded(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,54 +139,37 @@ def fbgemm_tlx(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: module.tlx_ikbo_lce(weight_cand, weight_user, cand, user, inputs["index"].to_user, flag)
 
 
-# ---- forward and backward ------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
-
-def training(function: Callable[..., Tensor], index: str, compiled: bool) -> Callable[[Inputs], Callable[[], None]]:
-    def build(inputs: Inputs) -> Callable[[], None]:
-        leaves = [inputs[name].detach().clone().requires_grad_() for name in ("user", "cand", "weight")]
-        who = inputs["index"] if index == "index" else inputs["index"].to_user.long()
-        shape = (leaves[1].shape[0], leaves[2].shape[0], leaves[1].shape[2])
-        probe = torch.randn(shape, device="cuda", dtype=leaves[1].dtype)
-        chosen = function
-        if compiled:
-            torch._dynamo.reset()
-            chosen = torch.compile(function)
-
-        def run() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-            chosen(*leaves, who).backward(probe)
-
-        return run
-
-    return build
-
-
-MAX_AUTOTUNE = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
 
 PROVIDERS = (
-    Provider("ikbo_recsys", ours("auto"), rival=False),
-    Provider("ikbo_recsys portable", ours("triton"), rival=False),
+    Provider("ikbo_recsys", ours(compression_linear, "auto", OPERANDS), rival=False),
+    Provider("ikbo_recsys portable", ours(compression_linear, "triton", OPERANDS), rival=False),
     Provider("fbgemm tlx (K padded by the caller)", fbgemm_tlx),
     Provider("fbgemm triton (K padded by the caller)", fbgemm_triton),
     Provider("torch decomposed (K padded by the caller)", decomposed_padded),
-    Provider("torch decomposed", torch_way(decomposed), cases="default|ratio.*|.*x.*"),
-    Provider("torch decomposed, max-autotune", torch_way(decomposed, **MAX_AUTOTUNE), cases="default"),
-    Provider("torch broadcast", torch_way(broadcast), cases="default|ratio.*|.*x.*"),
+    Provider("torch decomposed", torch_way(decomposed, OPERANDS), cases="default|ratio.*|.*x.*"),
+    Provider("torch decomposed, max-autotune", torch_way(decomposed, OPERANDS, **MAX_AUTOTUNE), cases="default"),
+    Provider("torch broadcast", torch_way(broadcast, OPERANDS), cases="default|ratio.*|.*x.*"),
     Provider("cublas candidate GEMM alone (K padded)", candidate_gemm, whole=False, rival=False),
     Provider(
         "ikbo_recsys, training",
-        training(compression_linear, "index", False),
+        training(compression_linear, OPERANDS, index="index"),
         training=True,
         rival=False,
         cases="default",
     ),
     Provider(
-        "torch decomposed compiled, training", training(decomposed, "to_user", True), training=True, cases="default"
+        "torch decomposed compiled, training",
+        training(decomposed, OPERANDS, index="to_user", compiled=True),
+        training=True,
+        cases="default",
     ),
     Provider(
-        "torch broadcast compiled, training", training(broadcast, "to_user", True), training=True, cases="default"
+        "torch broadcast compiled, training",
+        training(broadcast, OPERANDS, index="to_user", compiled=True),
+        training=True,
+        cases="default",
     ),
 )
 
@@ -225,6 +188,8 @@ BENCHMARK = Benchmark(
     make_inputs=make_inputs,
     reference=reference,
     select=lambda out: out[some(out.shape[0])],
+    gradients=gradients,
+    select_gradients=select_gradients,
     flops=flops,
     bytes=least_bytes,
     providers=PROVIDERS,

@@ -5,20 +5,17 @@ Shape letters: U users, B candidates, Ku/Kc inputs, M outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Benchmark, Case
+from benchmarks.builders import MAX_AUTOTUNE, Build, make_index, num_users, ours, torch_way
+from benchmarks.cases import Benchmark, Case, Inputs
 from benchmarks.providers import Provider
 from ikbo_recsys import CandidateIndex
 from ikbo_recsys.kernels import linear
-from ikbo_recsys.kernels._backend import use_backend
 
-Inputs = Mapping[str, Any]
+OPERANDS = ("user", "cand", "weight", "bias")
 
 CASES = tuple(
     Case(f"B{batch}_ratio{ratio}", {"B": batch, "ratio": ratio, "M": 512, "Ku": 1178, "Kc": 866}, "batch")
@@ -26,38 +23,19 @@ CASES = tuple(
 )
 
 
-def num_users(c: Case) -> int:
-    return -(-c["B"] // c["ratio"])
-
-
 def make_inputs(c: Case, dtype: torch.dtype, device: str) -> Inputs:
-    users = num_users(c)
-    to_user = torch.arange(c["B"], device=device, dtype=torch.int32) // c["ratio"]
     return {
-        "user": torch.randn(users, c["Ku"], device=device, dtype=dtype),
+        "user": torch.randn(num_users(c), c["Ku"], device=device, dtype=dtype),
         "cand": torch.randn(c["B"], c["Kc"], device=device, dtype=dtype),
         "weight": torch.randn(c["M"], c["Ku"] + c["Kc"], device=device, dtype=dtype),
         "bias": torch.randn(c["M"], device=device, dtype=dtype),
-        "index": CandidateIndex.from_user_ids(to_user, users, grouped=True),
+        "index": make_index(c, device),
     }
 
 
 def reference(inputs: Inputs) -> Tensor:
     both = torch.cat((inputs["user"][inputs["index"].to_user.long()], inputs["cand"]), 1).double()
     return F.relu(F.linear(both, inputs["weight"].double(), inputs["bias"].double()))
-
-
-def ours(path: str) -> Callable[[Inputs], Callable[[], Tensor]]:
-    def build(inputs: Inputs) -> Callable[[], Tensor]:
-        arguments = [inputs[name] for name in ("user", "cand", "weight", "index", "bias")]
-
-        def run() -> Tensor:
-            with use_backend(path), torch.no_grad():
-                return linear(*arguments, activation="relu")
-
-        return run
-
-    return build
 
 
 def broadcast(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor, to_user: Tensor) -> Tensor:
@@ -69,21 +47,11 @@ def decomposed(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor, to_user
     return F.relu(torch.addmm(user_part[to_user], cand, weight[:, user.shape[1] :].t()))
 
 
-def torch_way(function: Callable[..., Tensor], compiled: bool) -> Callable[[Inputs], Callable[[], Tensor]]:
-    def build(inputs: Inputs) -> Callable[[], Tensor]:
-        arguments = [inputs[name] for name in ("user", "cand", "weight", "bias")]
-        to_user, chosen = inputs["index"].to_user.long(), function
-        if compiled:
-            torch._dynamo.reset()
-            chosen = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+def ours_by_path(path: str) -> Build:
+    def function(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor, index: CandidateIndex) -> Tensor:
+        return linear(user, cand, weight, index, bias, activation="relu")
 
-        def run() -> Tensor:
-            with torch.no_grad():
-                return chosen(*arguments, to_user)
-
-        return run
-
-    return build
+    return ours(function, path, OPERANDS)
 
 
 def least_bytes(c: Case, dtype: torch.dtype) -> float:
@@ -99,11 +67,13 @@ BENCHMARK = Benchmark(
     flops=lambda c: 2.0 * c["M"] * (c["B"] * c["Kc"] + num_users(c) * c["Ku"]),
     bytes=least_bytes,
     providers=(
-        Provider("ikbo_recsys", ours("auto"), rival=False),
-        Provider("ikbo_recsys portable", ours("triton"), rival=False),
-        Provider("torch decomposed", torch_way(decomposed, False)),
-        Provider("torch decomposed, max-autotune", torch_way(decomposed, True), cases="B1024_ratio70"),
-        Provider("torch broadcast", torch_way(broadcast, False)),
+        Provider("ikbo_recsys", ours_by_path("auto"), rival=False),
+        Provider("ikbo_recsys portable", ours_by_path("triton"), rival=False),
+        Provider("torch decomposed", torch_way(decomposed, OPERANDS)),
+        Provider(
+            "torch decomposed, max-autotune", torch_way(decomposed, OPERANDS, **MAX_AUTOTUNE), cases="B1024_ratio70"
+        ),
+        Provider("torch broadcast", torch_way(broadcast, OPERANDS)),
     ),
     tolerance={torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-3},
 )

@@ -8,25 +8,20 @@ provider.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import read
+
 SWEEPS = {"batch": "B", "ratio": "ratio"}
 
 
-def read(paths: list[Path]) -> list[dict[str, Any]]:
-    """The timed rows of all files; the default case belongs to every sweep."""
-    rows = [row for path in paths for row in json.loads(path.read_text())["rows"]]
-    return [row for row in rows if "ms" in row and not row.get("training")]
-
-
 def sweep_of(rows: list[dict[str, Any]], group: str, dtype: str) -> dict[str, list[tuple[int, float]]]:
-    """Points (size, ms) of each provider."""
+    """Points (size, ms) of each provider; the default case belongs to every sweep."""
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
-        if row["dtype"] == dtype and (row["group"] == group or row["case"] == "default"):
+        if row["dtype"] == dtype and not row["training"] and (row["group"] == group or row["case"] == "default"):
             lines[row["provider"]].append((row[SWEEPS[group]], row["ms"]))
     return {provider: sorted(points) for provider, points in lines.items() if len(points) > 1}
 

@@ -1,24 +1,27 @@
 """`python -m benchmarks.run OPERATOR [--case C] [--provider P] [--dtype T] [--json FILE]`: one row a case and provider.
 
-A provider whose result is wrong is not timed: its row says so, and the command ends with status 1 if that provider is
-ours.
+A provider whose result is wrong is not timed, and one that crashes does not end the run: its row says so, and the
+command ends with status 1 if that provider is ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OPERATORS, Benchmark, Case, load
+from benchmarks.cases import OPERATORS, Benchmark, Case, Inputs, load
 from benchmarks.providers import AbsentError, Provider
-from benchmarks.timing import ceilings, device_ms, host_us
+from benchmarks.timing import ceilings, device_ms, host_us, launch_us
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _COLUMNS = ("case", "dtype", "provider", "ms", "host_us", "tflops", "gbs", "error", "to_best_rival")
@@ -44,26 +47,29 @@ def main(arguments: list[str] | None = None) -> int:
         for dtype_name in options.dtype:
             measured = _run_case(benchmark, case, dtype_name, options.provider)
             rows += measured
-            status |= any(row.get("wrong") and row["ours"] for row in measured)
+            status |= any(row["ours"] and ("wrong" in row or "failed" in row) for row in measured)
             if options.json:
                 with open(options.json, "w") as file:
                     json.dump({"environment": environment, "rows": rows}, file, indent=1)
     return status
 
 
-def _run_case(benchmark: Benchmark, case: Case, dtype_name: str, provider_pattern: str) -> list[dict[str, Any]]:
+def _run_case(
+    benchmark: Benchmark, case: Case, dtype_name: str, provider_pattern: str, device: str = "cuda"
+) -> list[dict[str, Any]]:
     """Check and time every provider on one case; rows in the order of the providers."""
     dtype = DTYPES[dtype_name]
     torch.manual_seed(0)
-    inputs = benchmark.make_inputs(case, dtype, "cuda")
-    expected = benchmark.reference(inputs)
+    inputs = benchmark.make_inputs(case, dtype, device)
+    check = Check(benchmark, inputs, dtype)
     rows = []
     for provider in benchmark.providers:
         if re.fullmatch(provider_pattern, provider.name) and re.fullmatch(provider.cases, case.name):
             row = {"case": case.name, "group": case.group, "dtype": dtype_name, "provider": provider.name, **case.sizes}
             row["ours"] = provider.name.startswith("ikbo_recsys")
-            rows.append(row | _measure(benchmark, case, dtype, provider, inputs, expected))
-            torch.cuda.empty_cache()
+            rows.append(row | _measure(benchmark, case, dtype, provider, check))
+            if device == "cuda":
+                torch.cuda.empty_cache()
     for training in (False, True):
         _add_ratio([row for row in rows if row.get("training") is training])
     for row in rows:
@@ -71,23 +77,52 @@ def _run_case(benchmark: Benchmark, case: Case, dtype_name: str, provider_patter
     return rows
 
 
-def _measure(
-    benchmark: Benchmark, case: Case, dtype: torch.dtype, provider: Provider, inputs: Any, expected: Tensor
-) -> dict[str, Any]:
+class Check:
+    """A case's inputs and its results in fp64, made when first asked for."""
+
+    def __init__(self, benchmark: Benchmark, inputs: Inputs, dtype: torch.dtype) -> None:
+        self.inputs = inputs
+        self._benchmark, self._tolerance = benchmark, benchmark.tolerance[dtype]
+
+    @functools.cached_property
+    def _expected(self) -> Tensor:
+        return self._benchmark.reference(self.inputs)
+
+    @functools.cached_property
+    def _gradients(self) -> Sequence[Tensor]:
+        assert self._benchmark.gradients is not None
+        return self._benchmark.gradients(self.inputs)
+
+    def error(self, provider: Provider, result: Any) -> tuple[float, bool] | None:
+        """Relative error of a provider's result (the largest one of its gradients), and whether it is small enough.
+
+        None for what is not checked: a part of the operator. A gradient is a sum of products that were rounded
+        themselves, and plain torch adds up a user's in the working type: five times the error of a result.
+        """
+        if not provider.whole or (provider.training and self._benchmark.gradients is None):
+            return None
+        if not provider.training:
+            error = _relative_error(self._benchmark.select(result), self._expected)
+            return error, error <= self._tolerance
+        found = self._benchmark.select_gradients(result)
+        error = max(_relative_error(*pair) for pair in zip(found, self._gradients, strict=True))
+        return error, error <= 5 * self._tolerance
+
+
+def _measure(benchmark: Benchmark, case: Case, dtype: torch.dtype, provider: Provider, check: Check) -> dict[str, Any]:
     row: dict[str, Any] = {"training": provider.training, "whole": provider.whole, "rival": provider.rival}
     try:
-        function = provider.build(inputs)
-        if provider.whole and not provider.training:
-            row["error"] = _relative_error(benchmark.select(function()), expected)
-            if not row["error"] <= benchmark.tolerance[dtype]:
+        function = provider.build(check.inputs)
+        checked = check.error(provider, function())
+        if checked is not None:
+            row["error"] = checked[0]
+            if not checked[1]:
                 return row | {"wrong": True}
         ms = device_ms(function)
         row |= {"ms": round(ms, 5), "host_us": round(host_us(function), 1)}
     except AbsentError as reason:
         return row | {"absent": str(reason)}
-    except Exception as error:  # a rival that crashes is a result too, and must not end the run
-        if provider.name.startswith("ikbo_recsys"):
-            raise
+    except Exception as error:  # a crash is a result too, and must not end the run
         return row | {"failed": f"{type(error).__name__}: {str(error)[:160]}"}
     if provider.whole and not provider.training:
         row["tflops"] = round(benchmark.flops(case) / ms / 1e9, 1)
@@ -96,11 +131,12 @@ def _measure(
 
 
 def _relative_error(result: Tensor, expected: Tensor) -> float:
-    """||result - expected|| / ||expected||; NaN, which passes no comparison, if either has one."""
+    """||result - expected|| / ||expected||; infinite, which passes no comparison, where either holds a NaN."""
     if result.shape != expected.shape:
-        return float("nan")
+        return math.inf
     norm = expected.norm()
-    return float((result.to(expected.dtype) - expected).norm() / (norm if norm > 0 else 1))
+    error = float((result.to(expected.dtype) - expected).norm() / (norm if norm > 0 else 1))
+    return math.inf if math.isnan(error) else error
 
 
 def _add_ratio(rows: list[dict[str, Any]]) -> None:
@@ -123,6 +159,7 @@ def _environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "timing": "CUDA events, L2 flushed before each call, median",
+        "launch_us": round(launch_us(), 1),
     }
 
 

@@ -53,6 +53,20 @@ def host_us(function: Callable[[], Any], calls: int = 50, rounds: int = 7) -> fl
     return statistics.median(samples)
 
 
+def launch_us() -> float:
+    """Host microseconds of a launch that does nothing, straight from a compiled kernel: what no operator can go
+    below."""
+    import triton
+
+    @triton.jit
+    def nothing(pointer):  # type: ignore[no-untyped-def]
+        pass
+
+    argument = torch.empty(1, device="cuda")
+    run = nothing[(1,)](argument)[(1, 1, 1)]
+    return host_us(lambda: run(argument))
+
+
 def ceilings(dtype: torch.dtype) -> dict[str, float]:
     """The card's rates in this run: an 8192^3 matmul (TFLOP/s) and a device copy (GB/s, bytes read plus written)."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
