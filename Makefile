@@ -1,15 +1,17 @@
-# make demo    train, export, rank and compare on real data; writes out/demo
-# make test    the whole test suite (what needs a GPU is skipped where there is none)
-# make lint    ruff, ruff-format, mypy and the repository's own bans
-# make bench   the benchmark of one operator: make bench OPERATOR=compression_linear ARGS="--dtype bf16"
-# make clean   remove what these made
+# make demo      train, export, rank and compare on real data; writes out/demo
+# make test      the whole test suite (what needs a GPU is skipped where there is none)
+# make lint      ruff, ruff-format, mypy and the repository's own bans
+# make bench     the benchmark of one operator: make bench OPERATOR=compression_linear ARGS="--dtype bf16"
+# make sanitize  compute-sanitizer over every kernel, on a GPU: make sanitize TOOL=racecheck
+# make clean     remove what these made
 
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OPERATOR ?= compression_linear
+TOOL ?= memcheck
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench sanitize clean
 
 $(READY): tools/install pyproject.toml $(wildcard requirements/*.txt)
 	tools/install $(VENV)
@@ -33,6 +35,11 @@ lint: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks.run $(OPERATOR) $(ARGS)
+
+# Without PyTorch's own pool every tensor is an allocation, and an access behind its end shows.
+sanitize: $(READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 \
+		$(PYTHON) -m tests.gpu.small_calls
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,70 @@
+"""`python -m tests.gpu.small_calls`: each kernel once or twice, forward and backward, on small awkward sizes.
+
+For `make sanitize`, under which a memory access takes a hundred times longer. Results are the other tests' business.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ikbo_recsys import CandidateIndex
+from ikbo_recsys.kernels import compression_linear, linear, segment_sum
+from ikbo_recsys.kernels._backend import hopper_refusal, use_backend
+from tests.gpu import test_compression_linear, test_linear
+from tests.gpu.test_cross_attention import Call
+
+
+def main() -> None:
+    for path in ("triton", "gluon"):
+        if path == "gluon" and hopper_refusal(torch.device("cuda", 0)):
+            continue
+        with use_backend(path):
+            for dtype in (torch.bfloat16, torch.float32) if path == "triton" else (torch.bfloat16,):
+                call_compression_linear(dtype)
+            call_cross_attention()
+    call_linear()
+    torch.cuda.synchronize()
+
+
+def say(line: str) -> None:
+    torch.cuda.synchronize()
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def call_compression_linear(dtype: torch.dtype) -> None:
+    for sizes, grouped in (((3, 67, 433, 256, 100, 190), True), ((5, 9, 65, 72, 9, 51), False)):
+        tensors = test_compression_linear.make(*sizes, dtype)
+        bias = torch.randn(sizes[2], device="cuda", dtype=dtype)
+        leaves = [tensor.requires_grad_() for tensor in (*tensors, bias)]
+        out = compression_linear(*leaves[:3], test_compression_linear.make_index(*sizes[:2], grouped), leaves[3])
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+        say(f"compression_linear {sizes} {dtype}")
+
+
+def call_cross_attention() -> None:
+    for layout, grouped, seeds, size in (
+        ("lengths", True, 64, 128),
+        ("jagged", True, 17, 128),
+        ("jagged", False, 64, 64),
+        ("full", False, 3, 40),
+    ):
+        Call(5, 19, seeds, 131, (4, 2), size, dtype=torch.bfloat16, layout=layout, grouped=grouped).ours()
+        say(f"cross_attention {layout}, {'' if grouped else 'un'}grouped, {seeds} seeds, head size {size}")
+
+
+def call_linear() -> None:
+    tensors = test_linear.make(3, 131, 65, 9, 33, torch.bfloat16)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out = linear(*leaves[:3], test_compression_linear.make_index(3, 131), leaves[3], "gelu")
+    torch.autograd.grad(out, leaves, torch.randn_like(out))
+    rows = torch.randn(1000, 33, device="cuda")
+    index = CandidateIndex.from_user_ids(torch.randint(0, 7, (1000,), device="cuda"), 7, grouped=False)
+    segment_sum(rows, index)
+    say("linear, segment_sum")
+
+
+if __name__ == "__main__":
+    main()
