@@ -2,16 +2,16 @@
 # make test      the whole test suite (what needs a GPU is skipped where there is none)
 # make lint      ruff, ruff-format, mypy and the repository's own bans
 # make bench     the benchmark of one operator: make bench OPERATOR=compression_linear ARGS="--dtype bf16"
-# make sanitize  compute-sanitizer over every kernel, on a GPU: make sanitize TOOL=racecheck
+# make measure   on a GPU, what a kernel change has to show: tests, benchmarks, compute-sanitizer; writes out/measure
 # make clean     remove what these made
 
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OPERATOR ?= compression_linear
-TOOL ?= memcheck
+OUT ?= out/measure
 
-.PHONY: demo test lint bench sanitize clean
+.PHONY: demo test lint bench measure clean
 
 $(READY): tools/install pyproject.toml $(wildcard requirements/*.txt)
 	tools/install $(VENV)
@@ -36,10 +36,8 @@ lint: $(READY)
 bench: $(READY)
 	$(PYTHON) -m benchmarks.run $(OPERATOR) $(ARGS)
 
-# Without PyTorch's own pool every tensor is an allocation, and an access behind its end shows.
-sanitize: $(READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 \
-		$(PYTHON) -m tests.gpu.small_calls
+measure: $(READY)
+	PYTHON=$(PYTHON) tools/measure $(OUT) $(PARTS)
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

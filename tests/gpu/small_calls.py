@@ -1,6 +1,7 @@
 """`python -m tests.gpu.small_calls`: each kernel once or twice, forward and backward, on small awkward sizes.
 
-For `make sanitize`, under which a memory access takes a hundred times longer. Results are the other tests' business.
+For `tools/measure FOLDER sanitize`, under which a memory access takes a hundred times longer. Results are the
+other tests' business. Without PyTorch's own pool every tensor is an allocation, and an access behind its end shows.
 """
 
 from __future__ import annotations
