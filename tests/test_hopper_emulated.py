@@ -1,0 +1,140 @@
+"""The Hopper kernels without a GPU: their device code in the emulator, launched as it is on a GPU, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ikbo_recsys import CandidateIndex, kernels
+from tests import twins
+from tests.cases import relative_error
+from tests.processes import INTERPRETED, interpreted, run_interpreted
+
+pytest.importorskip("triton.experimental.gluon")
+
+FP16, BF16 = torch.float16, torch.bfloat16
+# How often work under way is done at once: as late as possible, in between, as early as possible.
+EAGER = [0.0, 0.3, 0.9]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.parametrize("operator", ["compression_linear", "cross_attention"])
+def test_in_a_process_of_its_own(operator: str) -> None:
+    run_interpreted(__file__, "-k", operator)
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
+    empty = torch.empty
+
+    def poisoned(*arguments: object, **options: object) -> Tensor:
+        out = empty(*arguments, **options)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def make_index(users: int, cands: int, grouped: bool, dtype: torch.dtype = torch.int64) -> CandidateIndex:
+    to_user = torch.randint(0, users, (cands,), dtype=dtype)
+    return CandidateIndex.from_user_ids(to_user.sort()[0] if grouped else to_user, users, grouped=grouped)
+
+
+# ---- compression_linear ----------------------------------------------------------------------------------------------
+
+# (multiprocessors, U, B, M, D, Ku, Kc): only a tail, pairs without one, both, more blocks than work, several column
+# tiles, a weight that stays in shared memory as a whole and one that does not
+COMPRESSION = [
+    (1, 2, 3, 40, 64, 20, 33),
+    (3, 3, 4, 128, 72, 8, 64),
+    (5, 3, 9, 193, 256, 70, 200),
+    (9, 2, 4, 449, 256, 40, 866),
+    (50, 2, 2, 65, 512, 64, 1000),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", COMPRESSION)
+@pytest.mark.parametrize(("dtype", "eager"), list(zip([FP16, BF16, FP16], EAGER, strict=True)))
+def test_compression_linear(sizes: tuple[int, ...], dtype: torch.dtype, eager: float) -> None:
+    from tests.emulator import emulated
+
+    multiprocessors, users, batch, m, d, user_k, cand_k = sizes
+    user, cand = torch.randn(users, user_k, d).to(dtype), torch.randn(batch, cand_k, d).to(dtype)
+    weight, bias = torch.randn(m, user_k + cand_k).to(dtype), torch.randn(m).to(dtype)
+    index = make_index(users, batch, eager < 0.5, torch.int32 if eager else torch.int64)
+    with emulated(batch, eager, multiprocessors) as ran, kernels.use_backend("gluon"):
+        out = kernels.compression_linear(user, cand, weight, index, bias if eager else None)
+    assert ran == ["user_part_kernel", "candidate_kernel"]
+    expected = twins.compression_linear(user.double(), cand.double(), weight.double(), index.to_user)
+    expected = expected + bias.double()[:, None] if eager else expected
+    # One rounding of the user's part, and one of the result.
+    assert relative_error(out, expected) < torch.finfo(dtype).eps / 2
+
+
+@interpreted
+def test_compression_linear_wrong_index() -> None:
+    from tests.emulator import emulated
+
+    user, cand, weight = torch.randn(3, 9, 64).half(), torch.randn(5, 40, 64).half(), torch.randn(70, 49).half()
+    index = torch.tensor([-1, 3, 2**31 - 1, -(2**31), 1], dtype=torch.int32)
+    with emulated(multiprocessors=2), kernels.use_backend("gluon"):
+        out = kernels.compression_linear(user, cand, weight, index)
+    expected = twins.compression_linear(user.double(), cand.double(), weight.double(), index.clamp(0, 2))
+    assert relative_error(out, expected) < 1e-3
+
+
+# ---- cross_attention -------------------------------------------------------------------------------------------------
+
+# (U, B, seeds, T, (H, Hkv), D): 64 rows of a candidate, rows of several in a tile, one row each; head sizes that are
+# padded; users without candidates
+ATTENTION = [
+    (3, 7, 64, 301, (2, 1), 64),
+    (2, 40, 5, 150, (2, 2), 128),
+    (9, 4, 64, 70, (1, 1), 40),
+    (3, 130, 1, 200, (4, 2), 64),
+    (2, 3, 128, 129, (1, 1), 104),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["full", "lengths", "jagged"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("sizes", ATTENTION)
+def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikbo_recsys.kernels import _attention_hopper
+    from tests.emulator import emulated
+
+    # Gradients by the Hopper kernels for any number of keys.
+    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    users, cands, seeds, rows, heads, size = sizes
+    index = make_index(users, cands, grouped)
+    lengths = torch.randint(1, rows + 1, (users,))
+    lengths[users // 2] = rows if layout == "full" else 0
+    if layout == "full":
+        lengths.fill_(rows)
+    valid = torch.arange(rows) < lengths[:, None]
+    query, grad = (torch.randn(cands, seeds, heads[0], size).half() for _ in range(2))
+    history = torch.randn(users, rows, 2, heads[1], size).half()
+    buffer = history.masked_fill(~valid[:, :, None, None, None], float("nan"))
+    options = {"lengths": {"kv_lengths": lengths}}.get(layout, {})
+    if layout == "jagged":
+        buffer = buffer[valid]
+        options = {"kv_offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))}
+    leaves = [x.clone().requires_grad_() for x in (query, *buffer.unbind(-3))]
+    with emulated(seeds, EAGER[users % 3], 3) as ran, kernels.use_backend("gluon"):
+        out = kernels.cross_attention(*leaves[:3], index, **options)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    # Without adjacent rows the gradients are the portable kernels'.
+    adjacent = grouped or seeds % 64 == 0
+    assert ran[0] == "attention_forward"
+    assert sorted(ran[1:]) == (["attention_backward_key_value", "attention_backward_query"] if adjacent else [])
+
+    exact = [x.double().requires_grad_() for x in (query, *history.unbind(2))]
+    twin = twins.cross_attention(*exact, index.to_user, lengths)
+    expected = [twin.detach(), *torch.autograd.grad(twin, exact, grad.double())]
+    if layout == "jagged":
+        expected[2:] = [x[valid] for x in expected[2:]]
+    for name, ours, true in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert relative_error(ours, true) < 1e-3, name
