@@ -14,6 +14,14 @@ import sys
 import pytest
 import torch
 
+from ikbo_recsys import CandidateIndex
+from ikbo_recsys.kernels import _backend, _launch, reference
+from ikbo_recsys.kernels._compression_launch import Plan as CompressionPlan
+from ikbo_recsys.kernels._compression_portable import Mix, OuterSum
+from ikbo_recsys.kernels._linear_launch import Part
+from ikbo_recsys.kernels._linear_launch import Plan as LinearPlan
+from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping
+
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,17 +56,16 @@ def random_index(num_users: int, batch: int, dtype: torch.dtype = torch.int64) -
     ("users", "batch", "m", "k", "d"), [(1, 1, 1, 1, 1), (3, 5, 7, 9, 5), (2, 3, 70, 33, 17), (4, 3, 65, 130, 64)]
 )
 def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int) -> None:
-    from ikbo_recsys.kernels._triton import compression_linear as kernels
-
     weight = torch.randn(m, k + 3, dtype=dtype)[:, 3:]
     x = torch.randn(batch, d, k, dtype=dtype).mT
     user = torch.randn(users, m, d)
     bias = torch.randn(m, dtype=dtype)
     index = random_index(users, batch, torch.int32)
     product = weight.double() @ x.double()
-    assert relative_error(kernels.mix(weight, x, dtype), product) < TOLERANCE[dtype]
+    assert relative_error(Mix(weight, x, dtype)(weight, x), product) < TOLERANCE[dtype]
     expected = product + user.double()[index.long()] + bias.double()[:, None]
-    assert relative_error(kernels.mix(weight, x, dtype, user, index, bias), expected) < TOLERANCE[dtype]
+    mix = Mix(weight, x, dtype, has_user=True, has_bias=True)
+    assert relative_error(mix(weight, x, user, index, bias), expected) < TOLERANCE[dtype]
 
 
 @interpreted
@@ -66,8 +73,6 @@ def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int)
 @pytest.mark.parametrize(("user_k", "cand_k"), [(1, 1), (9, 70), (64, 128), (100, 33)])
 def test_padded_weight(dtype: torch.dtype, user_k: int, cand_k: int) -> None:
     """The whole portable forward pass, with the weight padded so that its loads have no masks."""
-    from ikbo_recsys.kernels import _compression_launch, _linear_launch
-
     user, cand = torch.randn(3, user_k, 20, dtype=dtype), torch.randn(5, cand_k, 20, dtype=dtype)
     weight, bias, index = (
         torch.randn(35, user_k + cand_k, dtype=dtype),
@@ -76,23 +81,21 @@ def test_padded_weight(dtype: torch.dtype, user_k: int, cand_k: int) -> None:
     )
     user_part = weight[:, :user_k].double() @ user.double() + bias.double()[:, None]
     expected = user_part[index] + weight[:, user_k:].double() @ cand.double()
-    result = _compression_launch.forward("triton", user, cand, weight, index, bias)
+    result = CompressionPlan("triton").forward(user, cand, weight, index, bias)
     assert relative_error(result, expected) < TOLERANCE[dtype]
-    result = _linear_launch.forward(user[:, :, 0], cand[:, :, 0], weight, index, bias, None)
+    result = LinearPlan(None).forward(user[:, :, 0], cand[:, :, 0], weight, index, bias, True)
     assert relative_error(result, expected[:, :, 0]) < TOLERANCE[dtype]
 
 
 @interpreted
 @pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, True, False, True)])
 def test_backward(needs: tuple[bool, ...]) -> None:
-    from ikbo_recsys.kernels import _compression_launch, _linear_launch
-
     tensors = torch.randn(3, 6, 4), torch.randn(7, 9, 4), torch.randn(5, 15)
     index, grad = random_index(3, 7), torch.randn(7, 5, 4)
     exact = [x.double().requires_grad_() for x in (*tensors, torch.zeros(5))]
     user, cand, weight, bias = exact
     ((weight[:, :6] @ user)[index] + weight[:, 6:] @ cand + bias[:, None]).backward(grad.double())
-    grads = _compression_launch.backward(grad, *tensors, index, None, needs)
+    grads = CompressionPlan("triton").backward(grad, *tensors, index, None, needs)
     for mine, true, needed in zip(grads, exact, needs, strict=True):
         assert (mine is not None) == needed
         assert mine is None or relative_error(mine, true.grad) < 1e-6
@@ -102,7 +105,7 @@ def test_backward(needs: tuple[bool, ...]) -> None:
         grad[:, :, 0].double()
     )
     vectors = (tensors[0][:, :, 0], tensors[1][:, :, 0], tensors[2])
-    grads = _linear_launch.backward(grad[:, :, 0], *vectors, index, None, needs)
+    grads = LinearPlan(None).backward(grad[:, :, 0], *vectors, index, None, needs)
     true_grads = (user.grad[:, :, 0], cand.grad[:, :, 0], weight.grad, bias.grad)
     for mine, true, needed in zip(grads, true_grads, needs, strict=True):
         assert (mine is not None) == needed
@@ -111,31 +114,35 @@ def test_backward(needs: tuple[bool, ...]) -> None:
 
 @interpreted
 def test_mix_clamps_a_wrong_index() -> None:
-    from ikbo_recsys.kernels._triton import compression_linear as kernels
-
     weight, x, user = torch.randn(4, 3), torch.randn(5, 3, 2), torch.randn(2, 4, 2)
     index = torch.tensor([-1, 2, 2**31 - 1, -(2**31), 1], dtype=torch.int32)
     expected = weight.double() @ x.double() + user.double()[[0, 1, 1, 0, 1]]
-    assert relative_error(kernels.mix(weight, x, torch.float32, user, index), expected) < 1e-6
+    mix = Mix(weight, x, torch.float32, has_user=True)
+    assert relative_error(mix(weight, x, user, index), expected) < 1e-6
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("batch", "m", "k", "d"), [(1, 1, 1, 1), (5, 7, 9, 5), (9, 67, 65, 70)])
 def test_outer_sum(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: int, m: int, k: int, d: int) -> None:
-    from ikbo_recsys.kernels import _launch
-    from ikbo_recsys.kernels._triton import compression_linear as kernels
-
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 3)
     grad, x = torch.randn(batch, d, m, dtype=dtype).mT, torch.randn(batch, k, d, dtype=dtype)
     expected = torch.einsum("bmd,bkd->mk", grad.double(), x.double())
-    assert relative_error(kernels.outer_sum(grad, x), expected) < 1e-6
-    assert (
-        relative_error(
-            kernels.outer_sum(grad[:1].expand_as(grad), x), torch.einsum("md,bkd->mk", grad[0].double(), x.double())
-        )
-        < 1e-6
-    )
+    assert relative_error(OuterSum(grad, x)(grad, x), expected) < 1e-6
+    same = grad[:1].expand_as(grad)
+    expected = torch.einsum("md,bkd->mk", grad[0].double(), x.double())
+    assert relative_error(OuterSum(same, x)(same, x), expected) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(64, 64), (65, 130), (130, 129), (300, 257)])
+def test_outer_sum_with_every_tile(monkeypatch: pytest.MonkeyPatch, large: bool, m: int, k: int) -> None:
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(_backend, "has_large_shared_memory", lambda device: large)
+    grad, x = torch.randn(5, m, 100, dtype=torch.float16), torch.randn(5, k, 100, dtype=torch.float16)
+    expected = torch.einsum("bmd,bkd->mk", grad.double(), x.double())
+    assert relative_error(OuterSum(grad, x)(grad, x), expected) < 1e-6
 
 
 @interpreted
@@ -145,18 +152,14 @@ def test_outer_sum(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: i
 def test_segment_sum(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int, grouped: bool, users: int, batch: int, width: int
 ) -> None:
-    from ikbo_recsys import CandidateIndex
-    from ikbo_recsys.kernels import _launch
-    from ikbo_recsys.kernels._triton import segment as kernels
-
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: multiprocessors)
     ids = random_index(users, batch)
     index = CandidateIndex.from_user_ids(ids.sort().values if grouped else ids, users, grouped=grouped)
     x = torch.randn(batch, width)
     expected = torch.zeros(users, width, dtype=torch.float64).index_add(0, index.to_user, x.double())
-    order, offsets = kernels.grouping(index.to_user, index.offsets, users)
+    order, offsets = grouping(index.to_user, index.offsets, users)
     assert (order is None) == grouped
-    result = kernels.segment_sum(x, order, offsets, users, torch.float32)
+    result = SegmentSum(x, order, users, torch.float32)(x, order, offsets)
     assert relative_error(result, expected) < 1e-6
 
 
@@ -165,13 +168,11 @@ def test_segment_sum(
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 @pytest.mark.parametrize(("users", "batch", "m", "k"), [(1, 1, 1, 1), (3, 70, 65, 33)])
 def test_linear(dtype: torch.dtype, activation: str | None, users: int, batch: int, m: int, k: int) -> None:
-    from ikbo_recsys.kernels import reference
-    from ikbo_recsys.kernels._triton import linear as kernels
-
     x, weight = torch.randn(batch, k + 1, dtype=dtype)[:, 1:], torch.randn(k, m, dtype=dtype).t()
     user, bias, index = torch.randn(users, m), torch.randn(m, dtype=dtype), random_index(users, batch)
     plain = x.double() @ weight.double().t()
     expected = reference.ACTIVATIONS[activation](plain + user.double()[index] + bias.double())
-    result = kernels.linear(x, weight, dtype, user, index, bias, activation)
-    assert relative_error(result, expected) < TOLERANCE[dtype]
-    assert relative_error(kernels.linear(x, weight, dtype), plain) < TOLERANCE[dtype]
+    part = Part(x, weight, dtype, activation, has_user=True, has_bias=True, weight_padded=False)
+    assert relative_error(part(x, weight, user, index, bias), expected) < TOLERANCE[dtype]
+    part = Part(x, weight, dtype, None, weight_padded=False)
+    assert relative_error(part(x, weight), plain) < TOLERANCE[dtype]

@@ -177,6 +177,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether one block can have 163 KB of shared memory and more, as on A100, H100 and B200.
+
+    The GPUs of the same generations for workstations and inference have 99 KB (L4, A10: 8.9, 8.6), AMD's 64 KB.
+    """
+    major, minor = capability(device)
+    return major in (9, 10, 11) or (major, minor) in ((8, 0), (8, 7))
+
+
 @functools.cache
 def hopper_refusal(device: torch.device) -> str | None:
     """Why the Gluon kernels cannot run on `device` in this process, or None."""

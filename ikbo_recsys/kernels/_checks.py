@@ -7,6 +7,7 @@ which read host tensors always (that costs microseconds) and GPU tensors only un
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ def promote(**tensors: Tensor | None) -> list[Any]:
     if device != "meta" and torch.is_autocast_enabled(device) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
     return [None if t is None else t.to(dtype) for t in tensors.values()]
+
+
+def is_same(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
+    """Whether `promote` left every tensor as it was."""
+    return all(x is y for x, y in zip(before, after, strict=True))
 
 
 def no_autocast(like: Tensor) -> torch.autocast:

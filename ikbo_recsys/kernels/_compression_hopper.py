@@ -6,6 +6,7 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,143 +86,141 @@ def refusal(user: Tensor, cand: Tensor) -> str | None:
     return type_refusal(cand.dtype)
 
 
-def compression_linear(
-    user_UKD: Tensor,
-    cand_BKD: Tensor,
-    weight_user_MK: Tensor,
-    weight_cand_MK: Tensor,
-    to_user_B: Tensor,
-    bias_M: Tensor | None,
-) -> Tensor:
-    """The operator; both parts of the weight aligned for TMA."""
-    tensors = (user_UKD, cand_BKD, weight_user_MK, weight_cand_MK)
-    bias_alignment = None if bias_M is None else bias_M.data_ptr() % TMA_ALIGNMENT
-    facts = (cand_BKD.dtype, to_user_B.dtype, cand_BKD.device, bias_alignment)
-    key = (facts, *(t.shape for t in tensors), *(t.stride() for t in tensors))
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(facts, *tensors)
-    return plan(user_UKD, cand_BKD, weight_user_MK, weight_cand_MK, to_user_B, bias_M)
+class Forward:
+    """The two launches of calls that differ from this one in contents and addresses only.
 
-
-_MOST_PLANS = 1024
-_plans: dict[Any, _Plan] = {}
-
-
-class _Plan:
-    """The two launches of calls whose tensors have the same shapes, strides and dtypes: found out once."""
+    Args:
+        user_UKD, cand_BKD: as `refusal` asks for.
+        weight_user_MK, weight_cand_MK: both parts of the weight, aligned for TMA.
+        to_user_B, bias_M: of any alignment.
+    """
 
     def __init__(
-        self, facts: tuple[Any, ...], user: Tensor, cand: Tensor, weight_user: Tensor, weight_cand: Tensor
+        self,
+        user_UKD: Tensor,
+        cand_BKD: Tensor,
+        weight_user_MK: Tensor,
+        weight_cand_MK: Tensor,
+        to_user_B: Tensor,
+        bias_M: Tensor | None,
     ) -> None:
-        from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel, user_part_kernel
-
-        (num_users, user_features, size), (batch, features, _) = user.shape, cand.shape
-        num_m, most = weight_user.shape[0], multiprocessors(cand.device)
+        (num_users, user_features, size), (batch, features, _) = user_UKD.shape, cand_BKD.shape
+        num_m = weight_user_MK.shape[0]
         cols = 256 if size > 128 else 128 if size > 64 else 64
         row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
-        tiles = num_users * row_tiles * col_tiles
-        self._dtype, self._device = cand.dtype, cand.device
-        self._out_shape, self._part_shape = (batch, num_m, size), (tiles, ROWS * cols)
-        has_bias = facts[-1] is not None
+        self._dtype, self._device = cand_BKD.dtype, cand_BKD.device
+        self._out_shape = (batch, num_m, size)
+        self._part_shape = (num_users * row_tiles * col_tiles, ROWS * cols)
+        most = multiprocessors(cand_BKD.device)
+        shared = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles}
+        facts = (cand_BKD.dtype, cand_BKD.get_device(), cols)
+        self._launch_user(facts, shared, user_features, num_m, bias_M, most)
+        self._launch_cand(facts, shared, (num_users, batch, features), to_user_B, most)
+        out = _Layout(self._out_shape, (num_m * size, size, 1), (1, ROWS, min(64, cols // 2)))
+        self._user_layouts = (
+            _Layout.of(weight_user_MK, (ROWS, USER_STEP)),
+            _Layout.of(user_UKD, (1, USER_STEP, cols)),
+        )
+        self._cand_layouts = (_Layout.of(weight_cand_MK, (ROWS, STEP)), _Layout.of(cand_BKD, (1, STEP, cols)), out)
+
+    def _launch_user(
+        self,
+        facts: tuple[Any, ...],
+        shared: dict[str, int],
+        features: int,
+        num_m: int,
+        bias: Tensor | None,
+        most: int,
+    ) -> None:
+        from ikbo_recsys.kernels._gluon.compression_linear import user_part_kernel
+
+        tiles = self._part_shape[0]
         # M is specialized on as Triton does: whether it is 1 or divisible by 16.
-        self._user_launch = Launch(
-            user_part_kernel,
-            (*facts[:-1], facts[-1] == 0, num_m == 1, num_m % 16 == 0, cols),
-            min(most, tiles),
-            {
-                "ROW_TILES": row_tiles,
-                "COL_TILES": col_tiles,
-                "STEPS": cdiv(user_features, USER_STEP),
-                "STAGES": USER_STAGES,
-                "HAS_BIAS": has_bias,
-            },
-            num_warps=4,
-        )
+        key = (*facts, bias is None or bias.data_ptr() % 16 == 0, num_m == 1, num_m % 16 == 0)
+        constants = {
+            **shared,
+            "STEPS": cdiv(features, USER_STEP),
+            "STAGES": USER_STAGES,
+            "HAS_BIAS": bias is not None,
+        }
         self._user_numbers = (num_m, tiles)
-        sizes = candidate_sizes(features, row_tiles)
-        blocks, tail_blocks = grid(batch, row_tiles, col_tiles, most)
-        self._cand_launch = Launch(
-            candidate_kernel,
-            (*facts[:-1], cols),
-            blocks,
-            {
-                "ROW_TILES": row_tiles,
-                "COL_TILES": col_tiles,
-                "STEPS": sizes.steps,
-                "STAGES": STAGES,
-                "RESIDENT": sizes.resident,
-                "RING": sizes.ring,
-                "TAIL_RESIDENT": sizes.tail_resident,
-                "WEIGHT_BUFFERS": sizes.weight_buffers,
-            },
-            num_warps=4,
-            launch_pdl=True,
-        )
+        self._user_launch = Launch(user_part_kernel, key, min(most, tiles), constants, num_warps=4)
+
+    def _launch_cand(
+        self, facts: tuple[Any, ...], shared: dict[str, int], sizes: tuple[int, int, int], to_user: Tensor, most: int
+    ) -> None:
+        from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
+
+        num_users, batch, features = sizes
+        division = candidate_sizes(features, shared["ROW_TILES"])
+        blocks, tail_blocks = grid(batch, shared["ROW_TILES"], shared["COL_TILES"], most)
+        constants = {
+            **shared,
+            "STEPS": division.steps,
+            "STAGES": STAGES,
+            "RESIDENT": division.resident,
+            "RING": division.ring,
+            "TAIL_RESIDENT": division.tail_resident,
+            "WEIGHT_BUFFERS": division.weight_buffers,
+        }
         self._cand_numbers = (num_users, batch, tail_blocks)
-        self._weight_user, self._user = _View(weight_user, (ROWS, USER_STEP)), _View(user, (1, USER_STEP, cols))
-        self._weight_cand, self._cand = _View(weight_cand, (ROWS, STEP)), _View(cand, (1, STEP, cols))
-        self._out = _View(torch.empty(self._out_shape, dtype=cand.dtype, device="meta"), (1, ROWS, min(64, cols // 2)))
+        key = (*facts, to_user.dtype)
+        self._cand_launch = Launch(candidate_kernel, key, blocks, constants, num_warps=4, launch_pdl=True)
 
     def __call__(
-        self,
-        user: Tensor,
-        cand: Tensor,
-        weight_user: Tensor,
-        weight_cand: Tensor,
-        to_user: Tensor,
-        bias: Tensor | None,
+        self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None
     ) -> Tensor:
         out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
         part = torch.empty(self._part_shape, dtype=self._dtype, device=self._device)
         with device_guard(cand):
             _launch(
                 self._user_launch,
-                (self._weight_user.of(weight_user), self._user.of(user)),
+                self._user_layouts,
+                (weights[0], user),
                 (part if bias is None else bias, part, *self._user_numbers),
             )
             _launch(
-                self._cand_launch,
-                (self._weight_cand.of(weight_cand), self._cand.of(cand), self._out.of(out)),
-                (part, to_user, *self._cand_numbers),
+                self._cand_launch, self._cand_layouts, (weights[1], cand, out), (part, to_user, *self._cand_numbers)
             )
         return out
+
+
+class _Layout:
+    """Shape, strides and box under which tensors of one layout become TMA descriptors."""
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+        # The stride of a dimension of size 1 is never used, but has to be aligned.
+        outer = zip(shape[:-1], strides[:-1], strict=True)
+        self.shape, self.box = list(shape), list(box)
+        self.strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in outer] + [1]
+
+    @classmethod
+    def of(cls, tensor: Tensor, box: Sequence[int]) -> _Layout:
+        return cls(tensor.shape, tensor.stride(), box)
+
+    def checked(self, base: Tensor) -> Any:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        element = gl.float16 if base.dtype is torch.float16 else gl.bfloat16
+        layout = gl.NVMMASharedLayout.get_default_for(self.box, element)
+        return TensorDescriptor(base, self.shape, self.strides, self.box, layout)
 
 
 class _Descriptor:
     """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
     anew."""
 
-    __slots__ = ("base", "box", "shape", "strides")
+    __slots__ = ("base", "shape", "strides")
     padding = "zero"
     round_f32_to_tf32 = False
 
-    def __init__(self, base: Tensor, view: _View) -> None:
-        self.base, self.shape, self.strides, self.box = base, view.shape, view.strides, view.box
-
-    def checked(self) -> Any:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        element = gl.float16 if self.base.dtype is torch.float16 else gl.bfloat16
-        layout = gl.NVMMASharedLayout.get_default_for(self.box, element)
-        return TensorDescriptor(self.base, self.shape, self.strides, self.box, layout)
+    def __init__(self, base: Tensor, layout: _Layout) -> None:
+        self.base, self.shape, self.strides = base, layout.shape, layout.strides
 
 
-class _View:
-    """Shape, strides and box under which tensors of one layout become descriptors."""
+def _launch(launch: Launch, layouts: tuple[_Layout, ...], bases: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
+    def checked() -> tuple[Any, ...]:
+        return (*(layout.checked(base) for base, layout in zip(bases, layouts, strict=True)), *rest)
 
-    def __init__(self, tensor: Tensor, box: tuple[int, ...]) -> None:
-        outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        self.shape, self.box = list(tensor.shape), list(box)
-        # The stride of a dimension of size 1 is never used, but has to be aligned.
-        self.strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in outer] + [1]
-
-    def of(self, base: Tensor) -> _Descriptor:
-        return _Descriptor(base, self)
-
-
-def _launch(launch: Launch, descriptors: tuple[_Descriptor, ...], rest: tuple[Any, ...]) -> None:
-    launch((*descriptors, *rest), lambda: (*(d.checked() for d in descriptors), *rest))
+    launch((*map(_Descriptor, bases, layouts), *rest), checked)

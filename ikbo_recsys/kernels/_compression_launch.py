@@ -9,23 +9,20 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Hashable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _launch, reference
+from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _launch, _plan, reference
 from ikbo_recsys.kernels._backend import Choice
-from ikbo_recsys.kernels._plan import is_traced, traceable
+from ikbo_recsys.kernels._compression_backward import Backward, readable
+from ikbo_recsys.kernels._compression_portable import Mix
+from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
 
 NO_WORK = "a tensor has no elements"
-WEIGHT_STEP = 64
-"""The portable kernels' longest step along K: with weights padded to it their loads need no masks."""
 _FLOAT32_ORDER = [("torch", "cuBLAS is the faster one in float32"), ("triton", "portable kernels")]
 
 
@@ -61,49 +58,6 @@ def traced_path(device: int | None, dtype: torch.dtype) -> str:
     return _choose(dtype, portable, hopper).path
 
 
-def signature(
-    user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
-) -> tuple[Any, ...] | None:
-    """Everything that the checks and the choice of a path look at; None where they have to be made anew.
-
-    Checking a call costs more than launching it. A call with the signature of an earlier one needs it only once.
-    """
-    if is_traced() or _checks.check_mode() or torch.is_autocast_enabled("cuda"):
-        return None
-    to_user, shared = (index.to_user, index.num_users) if isinstance(index, CandidateIndex) else (index, -1)
-    if not all(isinstance(x, Tensor) for x in (user, weight, to_user)):
-        return None
-    if not user.dtype == weight.dtype == cand.dtype == (cand if bias is None else bias).dtype:
-        return None
-    facts: list[Any] = [_backend.requested_backend(), shared, user.data_ptr() % 16, cand.data_ptr() % 16]
-    for x in (user, cand, weight, to_user, bias):
-        if x is None:
-            facts.append(None)
-        else:
-            facts += (x.dtype, x.device, x.shape, x.stride())
-    return tuple(facts)
-
-
-_MOST_KNOWN = 1024
-_known: dict[tuple[Any, ...], str] = {}
-
-
-def repeat(
-    known: tuple[Any, ...],
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    index: CandidateIndex | Tensor,
-    bias: Tensor | None,
-) -> Tensor | None:
-    """The result of a call whose signature is known, or None."""
-    path = _known.get(known)
-    if path is None:
-        return None
-    to_user, offsets = (index.to_user, index.offsets) if isinstance(index, CandidateIndex) else (index, None)
-    return _run(path, user, cand, weight, to_user, offsets, bias)
-
-
 def compression_linear(
     user: Tensor,
     cand: Tensor,
@@ -111,144 +65,107 @@ def compression_linear(
     to_user: Tensor,
     offsets: Tensor | None,
     bias: Tensor | None,
-    known: tuple[Any, ...] | None = None,
+    known: tuple[Hashable, ...] | None,
 ) -> Tensor:
     """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype.
 
-    `known` is the call's signature, to be remembered.
+    `known` is the call's signature when the tensors are those of the call: its plan is remembered.
     """
-    traced = is_traced()
-    path = traced_path(cand.device.index, cand.dtype) if traced else choose(user, cand, weight).path
+    if _plan.is_dispatched(user, cand, weight, bias):
+        path = traced_path(cand.device.index, cand.dtype)
+        if path != "torch":
+            named = torch.ops.ikbo
+            operator = named.compression_linear_hopper if path == "gluon" else named.compression_linear_portable
+            out: Tensor = operator(user, cand, weight, to_user, offsets, bias)
+            return out
+    else:
+        path = choose(user, cand, weight).path
     if path == "torch":
         with _checks.no_autocast(cand):
             return reference.compression_linear(user, cand, weight, to_user, bias)
-    if traced:
-        named = torch.ops.ikbo
-        operator = named.compression_linear_hopper if path == "gluon" else named.compression_linear_portable
-        out: Tensor = operator(user, cand, weight, to_user, offsets, bias)
+    plan = Plan(path)
+    _plan.remember(known, plan)
+    return plan.run(user, cand, weight, to_user, offsets, bias)
+
+
+class Plan:
+    """A path, and what it prepared for calls that differ in contents and addresses only."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._forward: Any = None
+        self._backwards: dict[Hashable, Backward] = {}
+
+    def __call__(
+        self, user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
+    ) -> Tensor:
+        if isinstance(index, CandidateIndex):
+            return self.run(user, cand, weight, index.to_user, index.offsets, bias)
+        return self.run(user, cand, weight, index, None, bias)
+
+    def run(
+        self,
+        user: Tensor,
+        cand: Tensor,
+        weight: Tensor,
+        to_user: Tensor,
+        offsets: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        if torch.is_grad_enabled() and (
+            user.requires_grad
+            or cand.requires_grad
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+        ):
+            out: Tensor = _Differentiable.apply(self, user, cand, weight, to_user, offsets, bias)
+            return out
+        return self.forward(user, cand, weight, to_user, bias)
+
+    def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
+        """The operator without gradients."""
+        if self._path == "gluon":
+            parts = aligned_parts(weight, user.shape[1])
+            if self._forward is None:
+                self._forward = _compression_hopper.Forward(user, cand, *parts, to_user, bias)
+        else:
+            parts = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+            if self._forward is None:
+                self._forward = _Portable(user, cand, *parts, bias is not None)
+        out: Tensor = self._forward(user, cand, parts, to_user, bias)
         return out
-    if known is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[known] = path
-    return _run(path, user, cand, weight, to_user, offsets, bias)
+
+    def backward(
+        self,
+        grad: Tensor,
+        user: Tensor,
+        cand: Tensor,
+        weight: Tensor,
+        to_user: Tensor,
+        offsets: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        """The gradients of user, cand, weight and bias that `needs` asks for."""
+        grad = readable(grad)
+        facts = (_plan.facts(grad), needs)
+        launches = self._backwards.get(facts)
+        if launches is None:
+            launches = self._backwards[facts] = Backward(grad, user, cand, needs)
+        return launches(grad, user, cand, weight, to_user, offsets)
 
 
-def _run(
-    path: str,
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    if torch.is_grad_enabled() and _any_requires_grad(user, cand, weight, bias):
-        return _Differentiable.apply(path, user, cand, weight, to_user, offsets, bias)
-    return forward(path, user, cand, weight, to_user, bias)
+class _Portable:
+    """The two launches of the portable kernels."""
 
+    def __init__(self, user: Tensor, cand: Tensor, weight_user: Tensor, weight_cand: Tensor, has_bias: bool) -> None:
+        self._user = Mix(weight_user, user, torch.float32, has_bias=has_bias, weight_padded=True)
+        self._cand = Mix(weight_cand, cand, cand.dtype, has_user=True, weight_padded=True)
 
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-# ---- forward -------------------------------------------------------------------------------------------------------
-
-
-def forward(path: str, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator by the path "gluon" or "triton", without gradients."""
-    if path == "gluon":
-        parts = weight_parts(weight, user.shape[1], _launch.TMA_ALIGNMENT // weight.element_size())
-        return _compression_hopper.compression_linear(user, cand, *parts, to_user, bias)
-    kernels = _kernels()
-    weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
-    user_UMD = kernels.mix(weight_user, user, torch.float32, bias_M=bias, weight_padded=True)
-    return kernels.mix(weight_cand, cand, cand.dtype, user_UMD, to_user, weight_padded=True)
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from ikbo_recsys.kernels._triton import compression_linear as kernels
-
-    return kernels
-
-
-def weight_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
-    """`(weight[:, :Ku], weight[:, Ku:])`, each with columns of zeros up to a multiple of `step`: rows begin at
-    multiples of it.
-
-    Where that is not so in `weight` itself, they are padded copies, which are made once and again after the weight
-    changes. The padding belongs to the tensors returned: a compiler is free to move what lies beyond a view.
-    """
-    traced = is_traced()
-    fits = weight.stride(1) == 1 and not (weight.stride(0) % step or user_features % step or weight.shape[1] % step)
-    if fits and (traced or weight.data_ptr() % _launch.TMA_ALIGNMENT == 0):
-        return weight[:, :user_features], weight[:, user_features:]
-    if traced:
-        return _padded_parts(weight, user_features, step)
-    parts: tuple[Tensor, Tensor] = _PADDED.get(weight, user_features, step)
-    return parts
-
-
-def _padded_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
-    user_part, cand_part = weight[:, :user_features], weight[:, user_features:]
-    return (
-        F.pad(user_part, (0, -user_part.shape[1] % step)).contiguous(),
-        F.pad(cand_part, (0, -cand_part.shape[1] % step)).contiguous(),
-    )
-
-
-_PADDED = _launch.WeightCache(_padded_parts)
-
-
-# ---- backward ------------------------------------------------------------------------------------------------------
-
-
-def backward(
-    grad: Tensor,
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    """Gradients of user, cand, weight and bias, as far as `needs` asks for them.
-
-    The output's gradient is summed over each user's candidates first, so every matmul runs at its own side's batch
-    size.
-    """
-    from ikbo_recsys.kernels._triton import segment
-
-    kernels, dtype = _kernels(), cand.dtype
-    needs_user, needs_cand, needs_weight, needs_bias = needs
-    aligned = _launch.TMA_ALIGNMENT // weight.element_size()
-    weight_user, weight_cand = weight_parts(weight, user.shape[1], aligned)
-    grads: list[Tensor | None] = [None, None, None, None]
-    if grad.stride(-1) != 1:
-        grad = grad.contiguous()
-    grad_user_UMD = grad
-    if needs_user or needs_weight or needs_bias:
-        num_users, (num_m, size) = user.shape[0], grad.shape[1:]
-        order, bounds = segment.grouping(to_user, offsets, num_users)
-        summed = segment.segment_sum(segment.rows_of(grad), order, bounds, num_users, torch.float32)
-        grad_user_UMD = summed.unflatten(1, (num_m, size))
-        if needs_bias:
-            grads[3] = grad_user_UMD.sum((0, 2)).to(dtype)
-        grad_user_UMD = grad_user_UMD.to(dtype)
-    if needs_user:
-        grads[0] = _input_gradient(weight_user[:, : user.shape[1]], grad_user_UMD)
-    if needs_cand:
-        grads[1] = _input_gradient(weight_cand[:, : cand.shape[1]], grad)
-    if needs_weight:
-        parts = (kernels.outer_sum(grad_user_UMD, user), kernels.outer_sum(grad, cand))
-        grads[2] = torch.cat(parts, 1).to(dtype)
-    return grads
-
-
-def _input_gradient(weight_MK: Tensor, grad_BMD: Tensor) -> Tensor:
-    """`weight.T @ grad[b]`: cuBLAS, which neither side's alignment stands in the way of."""
-    return torch.bmm(weight_MK.t().expand(grad_BMD.shape[0], -1, -1), grad_BMD)
+    def __call__(
+        self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        user_UMD = self._user(weights[0], user, bias_M=bias)
+        return self._cand(weights[1], cand, user_UMD, to_user)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -257,7 +174,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        path: str,
+        plan: Plan,
         user: Tensor,
         cand: Tensor,
         weight: Tensor,
@@ -266,15 +183,15 @@ class _Differentiable(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(user, cand, weight, to_user, offsets)
-        return forward(path, user, cand, weight, to_user, bias)
+        ctx.plan = plan
+        return plan.forward(user, cand, weight, to_user, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        user, cand, weight, to_user, offsets = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[i] for i in (1, 2, 3, 6))
-        with _checks.no_autocast(grad):
-            grads = backward(grad, user, cand, weight, to_user, offsets, needs)
+        needs = ctx.needs_input_grad
+        with _launch.autocast_off():
+            grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
         return None, grads[0], grads[1], grads[2], None, None, grads[3]
 
 
@@ -286,8 +203,8 @@ def compression_linear_portable(
     user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """The operator by the portable kernels."""
-    with traceable():
-        return forward("triton", user, cand, weight, to_user, bias)
+    with _plan.traceable():
+        return Plan("triton").forward(user, cand, weight, to_user, bias)
 
 
 @torch.library.custom_op("ikbo::compression_linear_hopper", mutates_args=())
@@ -295,10 +212,16 @@ def compression_linear_hopper(
     user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """The operator by the Hopper kernels where the call at hand fits them."""
-    path = choose(user, cand, weight).refused
-    if "triton" in path:
-        return reference.compression_linear(user, cand, weight, to_user, bias)
-    return forward("triton" if "gluon" in path else "gluon", user, cand, weight, to_user, bias)
+    known = _plan.signature("compression_linear_hopper", (cand, user, weight, bias), to_user)
+    plan = _plan.recall(known)
+    if plan is None:
+        refused = choose(user, cand, weight).refused
+        if "triton" in refused:
+            return reference.compression_linear(user, cand, weight, to_user, bias)
+        plan = Plan("triton" if "gluon" in refused else "gluon")
+        _plan.remember(known, plan)
+    out: Tensor = plan.forward(user, cand, weight, to_user, bias)
+    return out
 
 
 @compression_linear_hopper.register_fake
@@ -320,7 +243,12 @@ def compression_linear_backward(
 
     Opaque to the compiler: how sums are split follows from the batch sizes, which must not become guards.
     """
-    grads = backward(grad, user, cand, weight, to_user, offsets, needs)
+    known = _plan.signature("compression_linear_backward", (cand, user, weight, offsets), to_user)
+    plan = _plan.recall(known)
+    if plan is None:
+        plan = Plan("triton")
+        _plan.remember(known, plan)
+    grads = plan.backward(grad, user, cand, weight, to_user, offsets, tuple(needs))
     return [part for part in grads if part is not None]
 
 

@@ -12,7 +12,8 @@ Conventions that the kernels rely on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ikbo_recsys.kernels import _backend
 
 TMA_ALIGNMENT = 16
 """Bytes to which a TMA tensor's base address and every stride but the innermost must be aligned."""
+
+_IS_HIP = torch.version.hip is not None
 
 
 class _Nothing:
@@ -40,14 +43,20 @@ _NOTHING = _Nothing()
 def device_guard(tensor: Tensor) -> Any:
     """Make the tensor's GPU the current one for the launch: Triton launches on the current device and its current
     stream."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 
 
+def autocast_off() -> Any:
+    """A region without autocast, for eager code on a GPU; nothing where it is off already."""
+    return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else _NOTHING
+
+
 def input_precision(dtype: torch.dtype) -> str:
     """`input_precision` of `tl.dot`: only fp32 has a choice, and there it follows torch's own switch."""
-    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    # Not `allow_tf32`: it raises once the newer switch has been set.
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
 
@@ -73,69 +82,58 @@ def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def specialization(arguments: Sequence[Any], free: Sequence[int] = ()) -> tuple[Any, ...]:
-    """What Triton specializes a kernel on, as the key of a `_plan.Launch`: dtypes, alignment of pointers, integers,
-    the GPU.
-
-    Args:
-        arguments: before the constexpr ones; tensors and integers.
-        free: the positions of the integers in `do_not_specialize`.
-    """
-    key: list[Any] = [arguments[0].device]
-    for place, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            key.append((argument.dtype, argument.data_ptr() % 16 == 0))
-        elif place not in free:
-            key.append(argument)
-    return tuple(key)
+def pointer_facts(tensor: Tensor) -> tuple[bool, ...]:
+    """What Triton specializes a pointer on: alignment to 16 bytes, and on AMD whether 32-bit offsets reach it all."""
+    is_aligned = tensor.data_ptr() % 16 == 0
+    return (is_aligned, tensor.untyped_storage().nbytes() < 2**31) if _IS_HIP else (is_aligned,)
 
 
-def launcher(kernel: Any) -> Callable[..., Any]:
-    """`triton_op`'s wrapper of a kernel while a graph is being traced, the kernel itself otherwise.
-
-    The wrapper (`torch.library.wrap_triton`) is what lets Inductor and AOTInductor see the kernel; it costs tens of
-    microseconds, which an eager call should not pay.
-    """
-    if torch.compiler.is_compiling() or _is_tracing():
-        from torch.library import wrap_triton
-
-        return wrap_triton(kernel)
-    return kernel
-
-
-def _is_tracing() -> bool:
-    """Whether a fake-tensor or proxy mode is active, as inside `make_fx` and AOTAutograd."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether work on a tensor becomes part of a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class WeightCache:
     """Derived forms of a weight (padded, transposed), made once and remade when the weight changes.
 
-    Keyed by the tensor object, weakly, so that it dies with the weight and never enters a state_dict. An entry is
-    valid while the weight's version counter, storage address, shape and dtype are what they were: an optimizer step,
-    `load_state_dict`, `.data =` and `.to()` all change one of them. While a CUDA graph is being captured the form is
+    Keyed by the tensor object, weakly, so that they die with the weight and never enter a state_dict. They are valid
+    while the weight's version counter, storage address, shape and dtype are what they were: an optimizer step,
+    `load_state_dict`, `.data =` and `.to()` all change one of them. While a CUDA graph is being captured a form is
     made anew, inside the graph: replays then see the weight as it is at that time, and no cached copy is freed under a
-    graph that reads it. Inference tensors have no version counter, so theirs is made anew each time too.
+    graph that reads it. Inference tensors have no version counter, so theirs are made anew each time too.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
-        from torch.utils.weak import WeakIdKeyDictionary
-
         self._make = make
-        self._entries: Any = WeakIdKeyDictionary()
+        self._entries: dict[int, _Derived] = {}
 
     def get(self, weight: Tensor, *key: Any) -> Any:
         """`make(weight, *key)`, from the cache when nothing changed since."""
-        if weight.is_inference() or _is_capturing():
+        if weight.is_inference() or is_capturing(weight):
             return self._make(weight.detach(), *key)
-        state = (weight._version, weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), key)
-        entry = self._entries.get(weight)
-        if entry is not None and entry[0] == state:
-            return entry[1]
-        value = self._make(weight.detach(), *key)
-        self._entries[weight] = (state, value)
-        return value
+        number, state = id(weight), (weight._version, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+        entry = self._entries.get(number)
+        if entry is None or entry.weight() is not weight or entry.state != state:
+            entries = self._entries
+            reference = weakref.ref(weight, lambda dead: _drop(entries, number, dead))
+            entry = entries[number] = _Derived(reference, state)
+        form = entry.forms.get(key)
+        if form is None:
+            form = entry.forms[key] = self._make(weight.detach(), *key)
+        return form
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+class _Derived:
+    """The forms of one weight in one state."""
+
+    __slots__ = ("forms", "state", "weight")
+
+    def __init__(self, weight: weakref.ref[Tensor], state: Any) -> None:
+        self.weight, self.state, self.forms = weight, state, {}  # type: tuple[Any, Any, dict[Any, Any]]
+
+
+def _drop(entries: dict[int, _Derived], number: int, dead: weakref.ref[Tensor]) -> None:
+    """Forget a weight that died, unless another one has its number by now."""
+    entry = entries.get(number)
+    if entry is not None and entry.weight is dead:
+        del entries[number]

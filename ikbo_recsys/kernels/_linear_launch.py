@@ -8,18 +8,19 @@ Shape letters: U users, B candidates, Ku/Kc features, M outputs.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels import _backend, _checks, reference
+from ikbo_recsys.candidate_index import CandidateIndex
+from ikbo_recsys.kernels import _backend, _checks, _launch, _plan, _tiles, reference
 from ikbo_recsys.kernels._backend import Choice
-from ikbo_recsys.kernels._compression_launch import NO_WORK, WEIGHT_STEP, weight_parts
-from ikbo_recsys.kernels._plan import is_traced, traceable
+from ikbo_recsys.kernels._compression_launch import NO_WORK
+from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
+from ikbo_recsys.kernels._launch import cdiv
+from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping, rows_of
 
 
 def choose(user: Tensor, cand: Tensor, weight: Tensor) -> Choice:
@@ -52,72 +53,183 @@ def linear(
     offsets: Tensor | None,
     bias: Tensor | None,
     activation: str | None,
+    known: tuple[Hashable, ...] | None,
 ) -> Tensor:
-    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype."""
-    traced = is_traced()
-    path = traced_path(cand.device.index, cand.dtype) if traced else choose(user, cand, weight).path
-    if path == "torch":
-        with _checks.no_autocast(cand):
-            return reference.linear(user, cand, weight, to_user, bias, activation)
-    differentiable = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (user, cand, weight, bias)
+    """The operator on a GPU, or by a path asked for by name; tensors checked and of one dtype.
+
+    `known` is the call's signature when the tensors are those of the call: its plan is remembered.
+    """
+    if _plan.is_dispatched(user, cand, weight, bias):
+        if traced_path(cand.device.index, cand.dtype) != "torch":
+            # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's
+            # type.
+            is_fused = not _needs_gradient(user, cand, weight, bias)
+            fused = activation if is_fused else None
+            out: Tensor = torch.ops.ikbo.linear_portable(user, cand, weight, to_user, offsets, bias, fused)
+            return out if is_fused else reference.ACTIVATIONS[activation](out)
+    elif choose(user, cand, weight).path != "torch":
+        plan = Plan(activation)
+        _plan.remember(known, plan)
+        return plan.run(user, cand, weight, to_user, offsets, bias)
+    with _checks.no_autocast(cand):
+        return reference.linear(user, cand, weight, to_user, bias, activation)
+
+
+def _needs_gradient(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        user.requires_grad or cand.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's type.
-    fused = None if differentiable else activation
-    if traced:
-        out: Tensor = torch.ops.ikbo.linear_portable(user, cand, weight, to_user, offsets, bias, fused)
-    elif differentiable:
-        out = _Differentiable.apply(user, cand, weight, to_user, offsets, bias)
-    else:
-        return forward(user, cand, weight, to_user, bias, activation)
-    return reference.ACTIVATIONS[activation](out) if fused is None else out
 
 
-def forward(
-    user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """The operator without gradients."""
-    kernels = _kernels()
-    weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
-    user_UM = kernels.linear(user, weight_user, torch.float32, bias_M=bias, weight_padded=True)
-    return kernels.linear(cand, weight_cand, cand.dtype, user_UM, to_user, activation=activation, weight_padded=True)
+class Plan:
+    """What was prepared for calls that differ in contents and addresses only."""
+
+    def __init__(self, activation: str | None) -> None:
+        self._activation = activation
+        self._parts: dict[bool, tuple[Part, Part]] = {}
+        self._sums: dict[Hashable, SegmentSum] = {}
+
+    def __call__(
+        self, user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
+    ) -> Tensor:
+        if isinstance(index, CandidateIndex):
+            return self.run(user, cand, weight, index.to_user, index.offsets, bias)
+        return self.run(user, cand, weight, index, None, bias)
+
+    def run(
+        self,
+        user: Tensor,
+        cand: Tensor,
+        weight: Tensor,
+        to_user: Tensor,
+        offsets: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        if not _needs_gradient(user, cand, weight, bias):
+            return self.forward(user, cand, weight, to_user, bias, True)
+        # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's type.
+        out: Tensor = _Differentiable.apply(self, user, cand, weight, to_user, offsets, bias)
+        return out if self._activation is None else reference.ACTIVATIONS[self._activation](out)
+
+    def forward(
+        self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None, activate: bool
+    ) -> Tensor:
+        """The operator without gradients, with its activation or before it."""
+        weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+        parts = self._parts.get(activate)
+        if parts is None:
+            parts = self._parts[activate] = (
+                Part(user, weight_user, torch.float32, None, has_user=False, has_bias=bias is not None),
+                Part(cand, weight_cand, cand.dtype, self._activation if activate else None, has_user=True),
+            )
+        return parts[1](cand, weight_cand, parts[0](user, weight_user, bias_M=bias), to_user)
+
+    def backward(
+        self,
+        grad: Tensor,
+        user: Tensor,
+        cand: Tensor,
+        weight: Tensor,
+        to_user: Tensor,
+        offsets: Tensor | None,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of user, cand, weight and bias before the activation, as far as `needs` asks for them."""
+        needs_user, needs_cand, needs_weight, needs_bias = needs
+        dtype, user_features = cand.dtype, user.shape[1]
+        weight_user, weight_cand = aligned_parts(weight, user_features)
+        grads: list[Tensor | None] = [None, None, None, None]
+        grad_user = grad
+        if needs_user or needs_weight or needs_bias:
+            summed = self._sum(grad, to_user, offsets, user.shape[0])
+            grad_user = summed.to(dtype)
+            if needs_bias:
+                grads[3] = summed.sum(0).to(dtype)
+        if needs_user:
+            grads[0] = grad_user @ weight_user[:, :user_features]
+        if needs_cand:
+            grads[1] = grad @ weight_cand[:, : cand.shape[1]]
+        if needs_weight:
+            grads[2] = torch.cat((grad_user.t() @ user, grad.t() @ cand), 1)
+        return grads
+
+    def _sum(self, grad: Tensor, to_user: Tensor, offsets: Tensor | None, num_users: int) -> Tensor:
+        order, bounds = grouping(to_user, offsets, num_users)
+        rows_BX = rows_of(grad)
+        facts = _plan.facts(rows_BX)
+        if facts not in self._sums:
+            self._sums[facts] = SegmentSum(rows_BX, order, num_users, torch.float32)
+        return self._sums[facts](rows_BX, order, bounds)
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    from ikbo_recsys.kernels._triton import linear as kernels
+class Part:
+    """`act(x @ weight.T (+ user[to_user]) (+ bias))` as `[B, M]`: the launch for tensors that differ from these in
+    contents and addresses only.
 
-    return kernels
+    Args:
+        x_BK: of any strides.
+        weight_MK: of any strides, with columns of zeros up to a multiple of 64.
+        out_dtype: of the result.
+        activation: as in `reference.ACTIVATIONS`.
+        has_user: whether a user's part is looked up; it is fp32 and contiguous.
+        has_bias: whether there is a bias.
+    """
 
+    def __init__(
+        self,
+        x_BK: Tensor,
+        weight_MK: Tensor,
+        out_dtype: torch.dtype,
+        activation: str | None,
+        *,
+        has_user: bool = False,
+        has_bias: bool = False,
+        weight_padded: bool = True,
+    ) -> None:
+        from ikbo_recsys.kernels._triton.linear import ACTIVATION_CODES, linear_kernel
 
-def backward(
-    grad: Tensor,
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    """Gradients of user, cand, weight and bias before the activation, as far as `needs` asks for them."""
-    from ikbo_recsys.kernels._triton import segment
+        batch, num_k = x_BK.shape
+        num_m = weight_MK.shape[0]
+        tile = _tiles.linear_tile(num_m, num_k, x_BK.element_size())
+        tiles_m = cdiv(num_m, tile.cols)
+        self._shape, self._dtype, self._device = (batch, num_m), out_dtype, x_BK.device
+        self._sizes = (batch, num_m, num_k)
+        self._numbers = (*x_BK.stride(), *weight_MK.stride(), tiles_m)
+        constants = {
+            "HAS_USER": has_user,
+            "HAS_BIAS": has_bias,
+            "WEIGHT_PADDED": weight_padded,
+            "ACTIVATION": ACTIVATION_CODES[activation],
+            "PRECISION": _launch.input_precision(x_BK.dtype),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "STEP": tile.step,
+        }
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._launch = _plan.Launch(linear_kernel, None, cdiv(batch, tile.rows) * tiles_m, constants, **options)
 
-    needs_user, needs_cand, needs_weight, needs_bias = needs
-    dtype, user_features = cand.dtype, user.shape[1]
-    weight_user, weight_cand = weight[:, :user_features], weight[:, user_features:]
-    grads: list[Tensor | None] = [None, None, None, None]
-    order, bounds = segment.grouping(to_user, offsets, user.shape[0])
-    summed = segment.segment_sum(segment.rows_of(grad), order, bounds, user.shape[0], torch.float32)
-    grad_user = summed.to(dtype)
-    if needs_user:
-        grads[0] = grad_user @ weight_user
-    if needs_cand:
-        grads[1] = grad @ weight_cand
-    if needs_weight:
-        grads[2] = torch.cat((grad_user.t() @ user, grad.t() @ cand), 1)
-    if needs_bias:
-        grads[3] = summed.sum(0).to(dtype)
-    return grads
+    def __call__(
+        self,
+        x_BK: Tensor,
+        weight_MK: Tensor,
+        user_UM: Tensor | None = None,
+        to_user_B: Tensor | None = None,
+        bias_M: Tensor | None = None,
+    ) -> Tensor:
+        out_BM = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        # An absent one is never read: any pointer stands for it.
+        pointers = (
+            x_BK,
+            weight_MK,
+            out_BM if user_UM is None else user_UM,
+            out_BM if to_user_B is None else to_user_B,
+            out_BM if bias_M is None else bias_M,
+            out_BM,
+        )
+        num_users = 0 if user_UM is None else user_UM.shape[0]
+        with _launch.device_guard(x_BK):
+            self._launch((*pointers, *self._sizes, num_users, *self._numbers))
+        return out_BM
 
 
 class _Differentiable(torch.autograd.Function):
@@ -126,6 +238,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        plan: Plan,
         user: Tensor,
         cand: Tensor,
         weight: Tensor,
@@ -134,16 +247,16 @@ class _Differentiable(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(user, cand, weight, to_user, offsets)
-        return forward(user, cand, weight, to_user, bias, None)
+        ctx.plan = plan
+        return plan.forward(user, cand, weight, to_user, bias, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        user, cand, weight, to_user, offsets = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[i] for i in (0, 1, 2, 5))
-        with _checks.no_autocast(grad):
-            grads = backward(grad, user, cand, weight, to_user, offsets, needs)
-        return grads[0], grads[1], grads[2], None, None, grads[3]
+        needs = ctx.needs_input_grad
+        with _launch.autocast_off():
+            grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
+        return None, grads[0], grads[1], grads[2], None, None, grads[3]
 
 
 # ---- operators for traced calls ------------------------------------------------------------------------------------
@@ -160,8 +273,8 @@ def linear_portable(
     activation: str | None,
 ) -> Tensor:
     """The operator by the portable kernels."""
-    with traceable():
-        return forward(user, cand, weight, to_user, bias, activation)
+    with _plan.traceable():
+        return Plan(activation).forward(user, cand, weight, to_user, bias, True)
 
 
 @torch.library.custom_op("ikbo::linear_backward", mutates_args=())
@@ -175,7 +288,7 @@ def linear_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients that `needs` (user, cand, weight, bias) asks for, before the activation."""
-    grads = backward(grad, user, cand, weight, to_user, offsets, needs)
+    grads = Plan(None).backward(grad, user, cand, weight, to_user, offsets, needs)
     return [part for part in grads if part is not None]
 
 

@@ -1,8 +1,12 @@
-"""Repeated launches without Triton's per-call work.
+"""Repeated calls without the work of the first one.
 
-`kernel[grid](...)` looks at every argument to find the compiled version it needs; with thirty arguments, four of them
-TMA descriptors, that costs more host time than a short kernel runs. The facts it looks for are few and known to the
-caller, who gives them as a key: a `Launch` with a known key goes straight to the compiled kernel.
+Two memories. `signature` and `recall` remember whole calls: a call that looks like an earlier one (dtypes, devices,
+shapes, strides, alignment, switches) needs neither its checks nor the choice of a path, and has its *plan*: grids,
+constants, descriptors. A `Launch` remembers compiled kernels: `kernel[grid](...)` looks at every argument to find the
+compiled version it needs, which for thirty arguments takes longer than a short kernel runs; the facts it looks for
+are known to the caller, who gives them as a key.
+
+Neither keeps a tensor: what is remembered is what was seen of them.
 """
 
 from __future__ import annotations
@@ -13,12 +17,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ikbo_recsys.kernels._launch import _is_tracing
+from ikbo_recsys.candidate_index import CandidateIndex
+from ikbo_recsys.kernels import _backend, _checks, _launch
 
 _MOST = 1024
 _inside = threading.local()
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_plans: dict[Hashable, Any] = {}
+
+
+def forget() -> None:
+    """Empty both memories: the next call of everything is a first one."""
+    _compiled.clear()
+    _plans.clear()
+
+
+def _keep(memory: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(memory) >= _MOST:
+        memory.clear()
+    memory[key] = value
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -36,7 +58,78 @@ def traceable() -> Iterator[None]:
 
 def is_traced() -> bool:
     """Whether the call may be traced rather than run: values and addresses are not to be asked for."""
-    return torch.compiler.is_compiling() or getattr(_inside, "operator", False) or _is_tracing()
+    return (
+        torch.compiler.is_compiling()
+        or getattr(_inside, "operator", False)
+        # A fake-tensor or proxy mode, as inside make_fx and AOTAutograd; a transform of torch.func.
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def is_dispatched(*tensors: Tensor | None) -> bool:
+    """Whether a call has to go through PyTorch's dispatcher: it is traced, or a tensor is of a kind that has no memory
+    of its own (fake, distributed, quantized, ...)."""
+    return is_traced() or any(
+        x is not None and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ for x in tensors
+    )
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def facts(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What checks, plans and Triton look at in a tensor."""
+    seen = (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15)
+    return (*seen, _launch.pointer_facts(tensor)) if _launch._IS_HIP else seen
+
+
+def signature(
+    operator: str, tensors: Sequence[Any], index: CandidateIndex | Tensor, *more: Hashable
+) -> tuple[Hashable, ...] | None:
+    """Everything that the checks, the choice of a path and its plan look at; None where they have to look each time.
+
+    Args:
+        operator: its name.
+        tensors: all tensors of the call but the index; the first is floating, None for an absent one.
+        index: the index of the call.
+        *more: its numbers and names.
+    """
+    if is_traced() or _checks.check_mode():
+        return None
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    known: list[Hashable] = [operator, _backend.requested_backend(), autocast, *more]
+    if isinstance(index, CandidateIndex):
+        known.append(index.num_users)
+        tensors = (*tensors, index.to_user, index.offsets)
+    else:
+        tensors = (*tensors, index)
+    for tensor in tensors:
+        if tensor is None:
+            known.append(None)
+        elif type(tensor) in _PLAIN:
+            known += facts(tensor)
+        else:
+            return None
+    if tensors[0].dtype is torch.float32:
+        known.append(_launch.input_precision(torch.float32))
+    return tuple(known)
+
+
+def recall(known: Hashable | None) -> Any:
+    """The plan of a call like this one, or None."""
+    return None if known is None else _plans.get(known)
+
+
+def remember(known: Hashable | None, plan: Any) -> None:
+    """Keep the plan of a call. It must hold nothing that the signature does not determine, and no tensor."""
+    if known is not None:
+        _keep(_plans, known, plan)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 class Launch:
@@ -45,49 +138,85 @@ class Launch:
     Args:
         kernel: a `@triton.jit` or `@gluon.jit` function whose constexpr arguments come last.
         key: everything that Triton would specialize on: dtypes, divisibility of pointers and of the integers that are
-        not in
-            `do_not_specialize`, the GPU. Constants and options are added here.
+            not in `do_not_specialize`, the GPU. Constants and options are added here. None: it is found from the
+            arguments of the first launch, which are tensors and numbers then.
         blocks: of the one-dimensional grid.
         constants: the constexpr arguments.
         **options: `num_warps`, `num_stages`, …
     """
 
     def __init__(
-        self, kernel: Any, key: tuple[Hashable, ...], blocks: Any, constants: Mapping[str, Any], **options: Any
+        self, kernel: Any, key: tuple[Hashable, ...] | None, blocks: Any, constants: Mapping[str, Any], **options: Any
     ) -> None:
         self._kernel, self._blocks, self._constants, self._options = kernel, blocks, constants, options
         self._key = key
         self._run: Callable[..., None] | None = None
-        self._tail: tuple[Any, ...] = ()
 
     def __call__(self, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None = None) -> None:
         """Launch.
 
         Args:
             arguments: the arguments before the constexpr ones, in order.
-            checked: makes `arguments` in the form that Triton compiles from, where theirs is enough for a compiled
-            kernel only.
+            checked: makes `arguments` in the form that Triton compiles from, where theirs (addresses for pointers, for
+                example) is enough for a compiled kernel only.
         """
         if self._run is not None:
-            self._run(*arguments, *self._tail)
+            self._run(*arguments)
             return
         kernel = self._kernel
         if is_traced():
             torch.library.wrap_triton(kernel)[(self._blocks,)](*arguments, **self._constants, **self._options)
             return
-        key = (id(kernel), self._key, tuple(self._constants.values()), tuple(self._options.values()))
+        facts = _specialization(kernel, arguments) if self._key is None else self._key
+        key = (id(kernel), facts, tuple(self._constants.values()), tuple(self._options.values()))
         known = _compiled.get(key)
-        if known is None:
-            full = arguments if checked is None else checked()
-            compiled = kernel[(self._blocks,)](*full, **self._constants, **self._options)
-            # The interpreter compiles nothing.
-            if compiled is None:
-                return
-            tail = tuple(self._constants[name] for name in kernel.arg_names[len(arguments) :])
-            if len(_compiled) >= _MOST:
-                _compiled.clear()
-            _compiled[key] = known = (compiled, tail)
-            self._run, self._tail = compiled[(self._blocks, 1, 1)], tail
+        if known is not None:
+            self._run = _runner(known[0], self._blocks, known[1])
+            self._run(*arguments)
             return
-        self._run, self._tail = known[0][(self._blocks, 1, 1)], known[1]
-        self._run(*arguments, *self._tail)
+        full = arguments if checked is None else checked()
+        compiled = kernel[(self._blocks,)](*full, **self._constants, **self._options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            tail = tuple(self._constants[name] for name in kernel.arg_names[len(arguments) :])
+            _keep(_compiled, key, (compiled, tail))
+            self._run = _runner(compiled, self._blocks, tail)
+
+
+def _specialization(kernel: Any, arguments: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What Triton specializes a kernel on. In the interpreter nothing is."""
+    parameters = getattr(kernel, "params", ())
+    key: list[Hashable] = [arguments[0].device]
+    for argument, parameter in zip(arguments, parameters, strict=False):
+        if isinstance(argument, Tensor):
+            key += (argument.dtype, *_launch.pointer_facts(argument))
+        elif not parameter.do_not_specialize:
+            key.append(argument)
+    return tuple(key)
+
+
+def _runner(compiled: Any, blocks: int, tail: tuple[Any, ...]) -> Callable[..., None]:
+    """`compiled[(blocks,)]`, the constants included, without what only hooks read."""
+    import triton
+
+    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    device, stream = driver.get_current_device, driver.get_current_stream
+    run, function, metadata, hooked = (
+        compiled.run,
+        compiled.function,
+        compiled.packed_metadata,
+        compiled[(blocks, 1, 1)],
+    )
+
+    def launch(*arguments: Any) -> None:
+        # A profiler hooks itself in; it gets what Triton's own launch gives it.
+        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+            hooked(*arguments, *tail)
+        else:
+            run(blocks, 1, 1, stream(device()), function, metadata, None, None, None, *arguments, *tail)
+
+    return launch
+
+
+def _is_set(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))

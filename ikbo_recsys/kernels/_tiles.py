@@ -9,7 +9,7 @@ a GPU. Autotuning is a development tool: what it finds is written here as a row,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 Config = TypeVar("Config")
@@ -38,13 +38,17 @@ def pick(table: Sequence[Row[Config]], **sizes: int) -> Config:
 
 @dataclass(frozen=True)
 class GemmTile:
-    """A block of output rows x columns, the step along K, and how the portable GEMM kernels run it."""
+    """A block of output rows x columns, the step along K, and how the portable GEMM kernels run it.
+
+    `blocks` is how many of them one multiprocessor holds, by their registers and shared memory.
+    """
 
     rows: int
     cols: int
     step: int
     warps: int
     stages: int
+    blocks: int = 1
 
 
 # ---- linear compression and linear ---------------------------------------------------------------------------------
@@ -57,11 +61,20 @@ _MIX = (
     # 128 x 256 spills: the user's tile of fp32 comes on top of the accumulators.
     Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3)),
 )
+# What it reads goes through L2 once for every tile: rows + cols per rows * cols of arithmetic, so large tiles.
 _OUTER = (
-    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
-    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64}),
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4, blocks=2), {"rows": 64, "cols": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4, blocks=2), {"rows": 64}),
+    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3, blocks=2), {"rows": 128, "cols": 128}),
+    Row(GemmTile(rows=128, cols=256, step=64, warps=8, stages=4), {"rows": 128}),
+    Row(GemmTile(rows=256, cols=128, step=64, warps=8, stages=4)),
+)
+_OUTER_SMALL_MEMORY = (
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=3), {"rows": 64, "cols": 64}),
     Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3)),
 )
+# There are no tensor cores for IEEE fp32: the operands go through registers.
+_OUTER_FP32 = (Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=3)),)
 _LINEAR = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
     Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4)),
@@ -73,9 +86,13 @@ def mix_tile(rows: int, cols: int, contracted: int, element_size: int) -> GemmTi
     return _fit(pick(_MIX, rows=rows, cols=cols), contracted, element_size)
 
 
-def outer_tile(rows: int, cols: int, element_size: int) -> GemmTile:
-    """The tile of `sum_b grad[b] @ x[b].T` for a `rows x cols` result."""
-    return _fit(pick(_OUTER, rows=rows, cols=cols), 1 << 30, element_size)
+def outer_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:
+    """The tile of `sum_b grad[b] @ x[b].T` for a `rows x cols` result, `contracted` terms in each b.
+
+    `large_memory` is `_backend.has_large_shared_memory`.
+    """
+    table = _OUTER_FP32 if element_size > 2 else _OUTER if large_memory else _OUTER_SMALL_MEMORY
+    return _fit(pick(table, rows=rows, cols=cols), contracted, element_size)
 
 
 def linear_tile(outputs: int, contracted: int, element_size: int) -> GemmTile:
@@ -84,9 +101,18 @@ def linear_tile(outputs: int, contracted: int, element_size: int) -> GemmTile:
     return _fit(pick(_LINEAR, cols=outputs), contracted, element_size)
 
 
-def splits(tiles: int, batch: int, multiprocessors: int) -> int:
-    """Into how many parts a sum over the batch goes, so that `tiles` of output give every multiprocessor two blocks."""
-    return max(1, min(-(-2 * multiprocessors // max(tiles, 1)), batch // 4, 64))
+def splits(tiles: int, steps: int, slots: int) -> int:
+    """Into how many parts a sum of `steps` goes, for `tiles` of output on a GPU that runs `slots` blocks at once.
+
+    The time is the waves of blocks times the steps of each (a last wave of a few blocks costs as much as a full one),
+    and the results of the parts, written and read once more: a fourteenth of a step's time for each tile, by the bytes
+    of a 256 x 128 tile and the rates of L2 and memory. A part has at least 8 steps.
+    """
+
+    def cost(parts: int) -> float:
+        return -(-tiles * parts // slots) * -(-steps // parts) + tiles * parts / 14
+
+    return min(range(1, max(1, min(steps // 8, 64)) + 1), key=cost)
 
 
 def segment_cols(width: int) -> int:
@@ -103,4 +129,4 @@ def segment_splits(programs: int, batch: int, num_users: int, multiprocessors: i
 def _fit(tile: GemmTile, contracted: int, element_size: int) -> GemmTile:
     """Shorten the step for short sums (16 is the least that tensor cores take) and for wide elements."""
     step = min(tile.step * 2 // max(element_size, 2), max(16, 1 << (max(contracted, 1) - 1).bit_length()))
-    return GemmTile(tile.rows, tile.cols, step, tile.warps, tile.stages)
+    return replace(tile, step=step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _backend, _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, _plan, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -42,13 +42,10 @@ def compression_linear(
     """
     known = None
     if isinstance(cand, Tensor) and cand.is_cuda:
-        from ikbo_recsys.kernels import _compression_launch
-
-        known = _compression_launch.signature(user, cand, weight, index, bias)
-        if known is not None:
-            out = _compression_launch.repeat(known, user, cand, weight, index, bias)
-            if out is not None:
-                return out
+        known = _plan.signature("compression_linear", (cand, user, weight, bias), index)
+        plan = _plan.recall(known)
+        if plan is not None:
+            return plan(user, cand, weight, index, bias)
     _checks.check_dims("user", user, "U, Ku, D")
     _checks.check_dims("cand", cand, "B, Kc, D")
     _checks.check_dims("weight", weight, "M, Ku + Kc")
@@ -56,10 +53,12 @@ def compression_linear(
     _checks.check_weight(weight, bias, user.shape[1], cand.shape[1])
     to_user, offsets = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
     _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
+    given = (user, cand, weight, bias)
     user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
     if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         from ikbo_recsys.kernels import _compression_launch
 
+        known = known if _checks.is_same(given, (user, cand, weight, bias)) else None
         return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias, known)
     with _checks.no_autocast(cand):
         return reference.compression_linear(user, cand, weight, to_user, bias)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _backend, _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, _plan, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -43,6 +43,12 @@ def linear(
             U)` (on a GPU only under `IKBO_CHECK=1`).
         TypeError: an index that is not int32/int64, a dtype that is not supported.
     """
+    known = None
+    if isinstance(cand, Tensor) and cand.is_cuda:
+        known = _plan.signature("linear", (cand, user, weight, bias), index, activation)
+        plan = _plan.recall(known)
+        if plan is not None:
+            return plan(user, cand, weight, index, bias)
     _checks.check_dims("user", user, "U, Ku")
     _checks.check_dims("cand", cand, "B, Kc")
     _checks.check_dims("weight", weight, "M, Ku + Kc")
@@ -51,11 +57,13 @@ def linear(
         raise ValueError(f"activation must be one of {list(reference.ACTIVATIONS)}, got {activation!r}")
     to_user, offsets = _checks.resolve_index(index, user=("user", user.shape[0]), candidate=("cand", cand.shape[0]))
     _checks.check_same_device(cand=cand, user=user, weight=weight, bias=bias, index=to_user)
+    given = (user, cand, weight, bias)
     user, cand, weight, bias = _checks.promote(user=user, cand=cand, weight=weight, bias=bias)
     if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         from ikbo_recsys.kernels import _linear_launch
 
-        return _linear_launch.linear(user, cand, weight, to_user, offsets, bias, activation)
+        known = known if _checks.is_same(given, (user, cand, weight, bias)) else None
+        return _linear_launch.linear(user, cand, weight, to_user, offsets, bias, activation, known)
     with _checks.no_autocast(cand):
         return reference.linear(user, cand, weight, to_user, bias, activation)
 

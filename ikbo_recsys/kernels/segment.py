@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex, check_count
-from ikbo_recsys.kernels import _backend, _checks, _segment_launch, reference
+from ikbo_recsys.kernels import _backend, _checks, _plan, _segment_launch, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -56,6 +56,12 @@ def segment_sum(x: Tensor, index: CandidateIndex | Tensor, num_users: int | None
             devices, an index outside `[0, U)`.
         TypeError: an index that is not int32/int64, a dtype that is not supported.
     """
+    known = None
+    if isinstance(x, Tensor) and x.is_cuda:
+        known = _plan.signature("segment_sum", (x,), index, num_users)
+        plan = _plan.recall(known)
+        if plan is not None:
+            return plan(x, index)
     _check_rows("x", x)
     if num_users is None:
         if not isinstance(index, CandidateIndex):
@@ -69,7 +75,7 @@ def segment_sum(x: Tensor, index: CandidateIndex | Tensor, num_users: int | None
     if x.dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if x.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
-        return _segment_launch.segment_sum(x, to_user, offsets, num_users)
+        return _segment_launch.segment_sum(x, to_user, offsets, num_users, known)
     return reference.segment_sum(x, to_user, num_users)
 
 

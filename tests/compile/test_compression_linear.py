@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .helper import (
+    HOPPER_SHARED_MEMORY,
     TARGETS,
     assert_fits,
     assert_no_spills,
@@ -21,7 +22,7 @@ SIZES = ["M", "K", "D", "num_users", "tiles_m", "tiles_d"]
 def test_mix(target: str, dtype: str) -> None:
     from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
-    strides = [f"weight_stride_{x}" for x in "mk"] + [f"x_stride_{x}" for x in "bkd"] + ["out_stride_b", "out_stride_m"]
+    strides = [f"weight_stride_{x}" for x in "mk"] + [f"x_stride_{x}" for x in "bkd"]
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
     step = 32 if dtype == "fp32" else 64
@@ -36,7 +37,7 @@ def test_mix_on_hopper(dtype: str) -> None:
     from ikbo_recsys.kernels import _tiles
     from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
-    even = ["D", "weight_stride_m", "x_stride_b", "x_stride_k", "out_stride_b", "out_stride_m"]
+    even = ["D", "weight_stride_m", "x_stride_b", "x_stride_k"]
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i32"}
     signature |= dict.fromkeys([*even, "M", "K", "num_users", "tiles_m", "tiles_d"], "i32")
@@ -53,15 +54,45 @@ def test_mix_on_hopper(dtype: str) -> None:
     assert_wgmma_pipelined(compiled)
 
 
+OUTER_STRIDES = [f"{tensor}_stride_{x}" for tensor, axes in (("grad", "bmd"), ("x", "bkd")) for x in axes]
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_outer_sum(target: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_outer_sum(target: str, dtype: str) -> None:
+    from ikbo_recsys.kernels import _tiles
     from ikbo_recsys.kernels._triton.compression_linear import outer_sum_kernel
 
-    names = ["M", "K", "D", "batch", "per_split", "tiles_m", "tiles_k"]
-    names += [f"{tensor}_stride_{x}" for tensor, axes in (("grad", "bmd"), ("x", "bkd")) for x in axes]
-    signature = {"grad_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*fp32"} | dict.fromkeys(names, "i32")
-    constants = {"PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": 64}
-    compile_kernel(outer_sum_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
+    names = ["M", "K", "D", "steps", "per_split", "tiles_m", "tiles_k", *OUTER_STRIDES]
+    signature = {"grad_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "out_ptr": "*fp32"} | dict.fromkeys(names, "i32")
+    tile = _tiles.outer_tile(433, 866, 256, 4 if dtype == "fp32" else 2, False)
+    constants = {"PRECISION": "ieee", "STEPS_PER_ROW": 4, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step}
+    options = {"num_warps": tile.warps, "num_stages": 2}
+    compile_kernel(outer_sum_kernel, signature, constants, target=target, **options)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("m", "k"), [(64, 64), (64, 500), (128, 128), (128, 500), (433, 866)])
+def test_outer_sum_on_hopper(dtype: str, m: int, k: int) -> None:
+    """16-byte asynchronous copies only, pipelined wgmma, no spills, and room for as many blocks as the table says."""
+    from ikbo_recsys.kernels import _tiles
+    from ikbo_recsys.kernels._triton.compression_linear import outer_sum_kernel
+
+    tile = _tiles.outer_tile(m, k, 256, 2, True)
+    even = ["D", "grad_stride_b", "grad_stride_m", "x_stride_b", "x_stride_k"]
+    names = ["M", "K", "steps", "per_split", "tiles_m", "tiles_k", *even]
+    signature = {"grad_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "out_ptr": "*fp32"} | dict.fromkeys(names, "i32")
+    constants = {"PRECISION": "ieee", "STEPS_PER_ROW": 4, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step}
+    constants |= {"grad_stride_d": 1, "x_stride_d": 1}
+    aligned = [*even, "grad_ptr", "x_ptr", "out_ptr"]
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = compile_kernel(outer_sum_kernel, signature, constants, aligned=aligned, **options)
+    assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
+    assert_no_spills(compiled)
+    assert_wgmma_pipelined(compiled)
+    assert compiled.shared_memory * tile.blocks <= HOPPER_SHARED_MEMORY
+    registers = -(-compiled.resources["REG"] // 8) * 8 * 32 * tile.warps
+    assert registers * tile.blocks <= 65536
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -405,7 +405,11 @@ def candidate_producer(
                 stage, phase = advance(stage, phase, 1, STAGES)
 
 
-@gluon.jit(do_not_specialize=["num_users", "batch", "tail_blocks"])
+@gluon.jit(
+    do_not_specialize=["num_users", "batch", "tail_blocks"],
+    # Read one entry at a time: its alignment changes nothing.
+    do_not_specialize_on_alignment=["index_ptr"],
+)
 def candidate_kernel(
     weight_desc,
     cand_desc,

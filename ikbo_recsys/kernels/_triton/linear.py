@@ -3,18 +3,8 @@
 Shape letters: U users, B batch rows, K contracted features, M outputs.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ikbo_recsys.kernels import _launch, _tiles
-from ikbo_recsys.kernels._plan import Launch, is_traced
-
-# Positions of the arguments in do_not_specialize.
-_FREE = (6, 9)
 
 ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
 
@@ -83,59 +73,3 @@ def linear_kernel(
         acc += tl.load(bias_ptr + cols, mask=cols < M, other=0.0).to(tl.float32)[None, :]
     out = activate(acc, ACTIVATION)
     tl.store(out_ptr + rows[:, None] * M + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def linear(
-    x_BK: Tensor,
-    weight_MK: Tensor,
-    out_dtype: torch.dtype,
-    user_UM: Tensor | None = None,
-    to_user_B: Tensor | None = None,
-    bias_M: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    weight_padded: bool = False,
-) -> Tensor:
-    """`act(x @ weight.T (+ user[to_user]) (+ bias))` as `[B, M]`; `x` and `weight` have any strides, `user` is fp32."""
-    batch, num_k = x_BK.shape
-    num_m = weight_MK.shape[0]
-    out_BM = torch.empty((batch, num_m), dtype=out_dtype, device=x_BK.device)
-    tile = _tiles.linear_tile(num_m, num_k, x_BK.element_size())
-    tiles_m = triton.cdiv(num_m, tile.cols)
-    arguments = (
-        x_BK,
-        weight_MK,
-        out_BM if user_UM is None else user_UM,
-        out_BM if to_user_B is None else to_user_B,
-        out_BM if bias_M is None else bias_M,
-        out_BM,
-        batch,
-        num_m,
-        num_k,
-        0 if user_UM is None else user_UM.shape[0],
-        *x_BK.stride(),
-        *weight_MK.stride(),
-        tiles_m,
-    )
-    constants = {
-        "HAS_USER": user_UM is not None,
-        "HAS_BIAS": bias_M is not None,
-        "WEIGHT_PADDED": weight_padded,
-        "ACTIVATION": ACTIVATION_CODES[activation],
-        "PRECISION": _launch.input_precision(x_BK.dtype),
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "STEP": tile.step,
-    }
-    key = () if is_traced() else _launch.specialization(arguments, _FREE)
-    launch = Launch(
-        linear_kernel,
-        key,
-        triton.cdiv(batch, tile.rows) * tiles_m,
-        constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    with _launch.device_guard(x_BK):
-        launch(arguments)
-    return out_BM

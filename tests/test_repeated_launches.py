@@ -1,0 +1,433 @@
+"""What reaches the driver, on a GPU that is not there (`tests/standin`): repeated calls launch what first calls launch.
+
+A first call looks at everything and goes through Triton's own `kernel[grid](...)`; a repeated one goes by what was
+remembered. Both must launch the same kernels with the same arguments, byte for byte.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ikbo_recsys import CandidateIndex
+from ikbo_recsys.kernels import _backend, _plan, compression_linear, linear, segment_sum, use_backend
+from tests import standin
+from tests.standin import Launch, StandIn, inside, outside
+
+Call = Callable[[], Any]
+PATHS = ["gluon", "triton"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@outside
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the launch code needs it")
+    standin.run_in_a_process_of_its_own(__file__, tmp_path)
+
+
+@pytest.fixture
+def gpu() -> Iterator[StandIn]:
+    installed = standin.install()
+    installed.fresh()
+    yield installed
+    _plan.forget()
+
+
+def first(gpu: StandIn, call: Call) -> list[Launch]:
+    _plan.forget()
+    return gpu.launches(call)
+
+
+def make_index(
+    gpu: StandIn, users: int, batch: int, grouped: bool = True, dtype: torch.dtype = torch.int64, device: int = 0
+) -> CandidateIndex:
+    ids = torch.randint(0, users, (batch,), dtype=dtype)
+    index = CandidateIndex.from_user_ids(ids.sort().values if grouped else ids, users, grouped=grouped)
+    offsets = None if index.offsets is None else gpu.put(index.offsets, device)
+    return CandidateIndex(gpu.put(index.to_user, device), users, offsets)
+
+
+# (U, B, M, D, Ku, Kc)
+SHAPE = (9, 40, 70, 64, 72, 40)
+
+
+def make(gpu: StandIn, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE, device: int = 0) -> list[Tensor]:
+    users, batch, m, d, user_k, cand_k = shape
+    shapes = ((users, user_k, d), (batch, cand_k, d), (m, user_k + cand_k))
+    return [gpu.randn(*shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def train(forward: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -> Call:
+    """A call of `forward` and its backward pass."""
+    wanted = [x.detach().requires_grad_() for x in leaves]
+    return lambda: torch.autograd.grad(forward(*wanted), wanted, grad)
+
+
+def check(gpu: StandIn, calls: dict[str, Call], launches: int | None = None) -> dict[str, list[Launch]]:
+    """Every call launches the same the first time, repeated, and with the other calls in between."""
+    expected = {name: first(gpu, call) for name, call in calls.items()}
+    for name, found in expected.items():
+        assert found, name
+        assert launches is None or len(found) == launches, name
+    _plan.forget()
+    order = [*calls, *calls, *random.Random(7).choices(list(calls), k=4 * len(calls))]
+    for name in order:
+        assert gpu.launches(calls[name]) == expected[name], name
+    assert [gpu.launches(call) for call in calls.values()] == list(expected.values())
+    return expected
+
+
+# ---- compression ----------------------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_compression(gpu: StandIn, path: str, dtype: torch.dtype) -> None:
+    if path == "gluon" and dtype is torch.float32:
+        pytest.skip("the kernels take 16 bits")
+    user, cand, weight = make(gpu, dtype)
+    bias, grad = gpu.randn(70, dtype=dtype), gpu.randn(40, 70, 64, dtype=dtype)
+    indices = {
+        "grouped": make_index(gpu, 9, 40),
+        "shuffled": make_index(gpu, 9, 40, False),
+        "narrow": make_index(gpu, 9, 40, True, torch.int32),
+        "bare": make_index(gpu, 9, 40).to_user,
+        "one off": make_index(gpu, 9, 41).to_user[1:],
+    }
+    if dtype is torch.float32:  # slow to compile
+        indices = {"grouped": indices["grouped"]}
+    calls: dict[str, Call] = {}
+    for name, index in indices.items():
+        calls[name] = lambda index=index: compression_linear(user, cand, weight, index)
+        calls[f"{name}, bias"] = lambda index=index: compression_linear(user, cand, weight, index, bias)
+        calls[f"{name}, trained"] = train(
+            lambda u, c, w, b, index=index: compression_linear(u, c, w, index, b), grad, user, cand, weight, bias
+        )
+    with use_backend(path):
+        found = check(gpu, calls)
+    names = [launch.kernel for launch in found["grouped"]]
+    assert names == (["user_part_kernel", "candidate_kernel"] if path == "gluon" else ["mix_kernel"] * 2)
+    names = [launch.kernel for launch in found["grouped, trained"]][2:]
+    assert names == ["segment_sum_kernel", "outer_sum_kernel", "outer_sum_kernel"]
+    if path == "gluon":
+        # The second kernel waits for the first by itself.
+        assert [launch.is_dependent for launch in found["grouped"]] == [False, True]
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
+def test_other_tensors_are_other_arguments(gpu: StandIn, path: str) -> None:
+    """Same shapes at other addresses; other sizes, strides, alignment; gradients of other strides."""
+    user, cand, weight = make(gpu, torch.float16)
+    user2, cand2, weight2 = make(gpu, torch.float16)
+    index, index2 = make_index(gpu, 9, 40), make_index(gpu, 9, 40)
+    wide = gpu.randn(40, 41, 128)
+    bias = gpu.randn(71)
+    calls: dict[str, Call] = {
+        "first": lambda: compression_linear(user, cand, weight, index),
+        "second": lambda: compression_linear(user2, cand2, weight2, index2),
+        "mixed": lambda: compression_linear(user, cand2, weight, index2),
+        "strided": lambda: compression_linear(user, wide[:, :40, :64], weight, index),
+        "later": lambda: compression_linear(user, wide[:, 1:, 64:], weight, index),
+        "fewer candidates": lambda: compression_linear(user, cand[:39], weight, index.to_user[:39]),
+        "fewer users": lambda: compression_linear(user[:5], cand, weight, index.to_user),
+        "aligned weight": lambda: compression_linear(user, cand, gpu_weight, index),
+        "unaligned weight": lambda: compression_linear(user, cand, odd_weight, index),
+        "transposed weight": lambda: compression_linear(user, cand, turned_weight, index),
+        "fewer outputs": lambda: compression_linear(user, cand, weight[:64], index),
+        "bias": lambda: compression_linear(user, cand, weight, index, bias[:70]),
+        "unaligned bias": lambda: compression_linear(user, cand, weight, index, bias[1:]),
+    }
+    gpu_weight, odd_weight = gpu.randn(70, 112), gpu.randn(70 * 112 + 1)[1:].view(70, 112)
+    turned_weight = gpu.randn(112, 70).t()
+    if path == "triton":
+        odd = gpu.randn(40 * 40 * 64 + 1)[1:].view(40, 40, 64)
+        calls["unaligned"] = lambda: compression_linear(user, odd, weight, index)
+        calls["transposed"] = lambda: compression_linear(user, gpu_turned.mT, weight, index)
+        gpu_turned = gpu.randn(40, 64, 40)
+    grads = {
+        "whole": gpu.randn(40, 70, 64),
+        "slice": gpu.randn(40, 72, 64)[:, 1:-1],
+        "columns": gpu.randn(40, 70, 65)[..., 1:],
+        "expanded": gpu.randn(1, 1, 1).expand(40, 70, 64),
+        "transposed": gpu.randn(40, 64, 70).mT,
+    }
+    for name, grad in grads.items():
+        calls[f"gradient: {name}"] = train(lambda u, c, w: compression_linear(u, c, w, index), grad, user, cand, weight)
+    for wanted in range(1, 8):
+        leaves = [x.detach().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate((user, cand, weight))]
+        some = [x for x in leaves if x.requires_grad]
+        calls[f"gradients {wanted}"] = lambda leaves=leaves, some=some: torch.autograd.grad(
+            compression_linear(*leaves, index), some, grads["whole"]
+        )
+    with use_backend(path):
+        found = check(gpu, calls)
+    assert found["first"] != found["second"]
+    assert found["bias"] != found["unaligned bias"]
+
+
+@inside
+def test_hopper_arguments(gpu: StandIn) -> None:
+    """What the kernels are told, written out once: descriptors, sizes, grid."""
+    user, cand, weight = gpu.randn(8, 65, 256), gpu.randn(70, 866, 256), gpu.randn(433, 931)
+    index = make_index(gpu, 8, 70)
+    user_part, candidates = first(gpu, lambda: compression_linear(user, cand, weight, index))
+    assert (user_part.grid, user_part.threads) == ((56, 1, 1), 256)
+    assert (candidates.grid, candidates.threads) == ((132, 1, 1), 384)
+    weight_user, user_desc = user_part.arguments[0], user_part.arguments[5]
+    weight_cand, cand_desc, out_desc = (candidates.arguments[i] for i in (0, 5, 12))
+    assert describe(weight_user) == (2, 128, [64, 64], [72, 433], [144])
+    assert describe(user_desc) == (3, 128, [64, 64, 1], [256, 65, 8], [512, 65 * 512])
+    assert describe(weight_cand) == (2, 64, [32, 64], [872, 433], [1744])
+    assert describe(cand_desc) == (3, 128, [64, 32, 1], [256, 866, 70], [512, 866 * 512])
+    assert describe(out_desc) == (3, 128, [64, 64, 1], [256, 433, 70], [512, 433 * 512])
+    assert user_desc[1] == gpu.place(user.data_ptr(), b"")
+    assert cand_desc[1] == gpu.place(cand.data_ptr(), b"")
+    part = user_part.arguments[13]
+    # (user part or bias, user part, M, tiles), then (user part, index, U, B, tail blocks); Triton's scratch follows.
+    assert user_part.arguments[12:16] == (part, part, 433, 56)
+    index_place = gpu.place(index.to_user.data_ptr(), b"")
+    assert candidates.arguments[19:24] == (part, index_place, 8, 70, 19)
+
+
+def describe(descriptor: Any) -> tuple[Any, ...]:
+    """Rank, swizzle in bytes, box, sizes and strides in bytes, innermost first: as `libcuda.c` writes them."""
+    data = bytes(8) + descriptor[2]
+    rank = data[9]
+    box = [int.from_bytes(data[12 + 2 * i : 14 + 2 * i], "little") for i in range(rank)]
+    sizes = [int.from_bytes(data[24 + 8 * i : 32 + 8 * i], "little") for i in range(rank)]
+    strides = [int.from_bytes(data[64 + 8 * i : 72 + 8 * i], "little") for i in range(rank - 1)]
+    return rank, (0, 32, 64, 128)[data[10]], box, sizes, strides
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
+def test_a_weight_that_changes(gpu: StandIn, path: str) -> None:
+    """The padded copy of a weight whose rows are not aligned is that of its present contents."""
+    user, cand, _ = make(gpu, torch.float16, (9, 40, 70, 64, 9, 31))
+    weight, index = torch.nn.Parameter(gpu.randn(70, 40)[:, :40]), make_index(gpu, 9, 40)
+    call = lambda: compression_linear(user, cand, weight, index)  # noqa: E731
+
+    def contents() -> list[Any]:
+        """First bytes of both padded parts."""
+        launches = gpu.launches(call)
+        arguments = [launch.arguments[0] for launch in launches]
+        return [(a[1] if path == "gluon" else a)[2] for a in arguments]
+
+    def expected() -> list[bytes]:
+        parts = weight.detach()[:, :9], weight.detach()[:, 9:]
+        return [bytes(torch.nn.functional.pad(p[0], (0, 9))[:16].view(torch.uint8).tolist()) for p in parts]
+
+    with use_backend(path), torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: weight.add_(1),
+            lambda: weight.copy_(torch.randn(70, 40)),
+            lambda: setattr(weight, "data", gpu.randn(70, 40)),
+            lambda: None,
+        ):
+            change()
+            assert contents() == expected()
+        copies = gpu.launched
+        gpu.is_capturing = True
+        weight.data.copy_(torch.randn(70, 40))
+        assert contents() == expected(), "within a captured graph the copy is made anew"
+        gpu.is_capturing = False
+        assert gpu.launched == copies + 2
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
+def test_another_gpu(gpu: StandIn, path: str) -> None:
+    tensors = [make(gpu, torch.float16, device=i) for i in range(2)]
+    indices = [make_index(gpu, 9, 40, device=i) for i in range(2)]
+
+    def call(i: int) -> Any:
+        gpu.elsewhere = i
+        compression_linear(*tensors[i], indices[i])
+        gpu.elsewhere = 0
+
+    with use_backend(path):
+        found = check(gpu, {"first": lambda: call(0), "second": lambda: call(1)})
+        assert {launch.stream for launch in found["first"]} == {7}
+        assert {launch.stream for launch in found["second"]} == {107}
+        gpu.current = 1
+        assert gpu.launches(lambda: call(0)) == found["first"]
+        assert gpu.launches(lambda: call(1)) == found["second"]
+        assert gpu.current == 1
+        gpu.current = 0
+        gpu.stream = 8
+        assert {launch.stream for launch in gpu.launches(lambda: call(0))} == {8}
+        gpu.stream = 7
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
+def test_new_sizes_compile_nothing(gpu: StandIn, path: str) -> None:
+    """Another U, B, index, address or content: no kernel is compiled. Another dtype: one of each."""
+    weight = gpu.randn(433, 931)
+
+    def call(users: int, batch: int, dtype: torch.dtype = torch.float16, **more: Any) -> None:
+        user, cand = gpu.randn(users, 65, 64, dtype=dtype), gpu.randn(batch, 866, 64, dtype=dtype)
+        compression_linear(user, cand, weight.to(dtype), make_index(gpu, users, batch, **more))
+
+    with use_backend(path):
+        call(15, 100)
+        loaded = gpu.loaded
+        for users, batch in ((15, 101), (1, 1), (16, 128), (17, 1), (1, 333), (64, 7), (15, 100)):
+            call(users, batch)
+            call(users, batch, grouped=False)
+        assert gpu.loaded == loaded
+        call(15, 100, torch.bfloat16)
+        assert gpu.loaded == loaded + 2
+        call(15, 100, dtype=torch.float16)
+        assert gpu.loaded == loaded + 2
+
+
+# ---- linear, segment sum --------------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_linear(gpu: StandIn, dtype: torch.dtype) -> None:
+    tensors = [gpu.randn(*shape, dtype=dtype) for shape in ((9, 72), (40, 40), (70, 112), (70,))]
+    user, cand, weight, bias = tensors
+    grad = gpu.randn(40, 70, dtype=dtype)
+    odd = gpu.randn(40, 43, dtype=dtype)[:, 3:]
+    calls: dict[str, Call] = {}
+    for grouped in (True, False):
+        index = make_index(gpu, 9, 40, grouped, torch.int64 if grouped else torch.int32)
+        for act in (None, "silu") if grouped else (None, "gelu"):
+            calls[f"{grouped} {act}"] = lambda index=index, act=act: linear(user, cand, weight, index, bias, act)
+            calls[f"{grouped} {act} trained"] = train(
+                lambda u, c, w, b, index=index, act=act: linear(u, c, w, index, b, act), grad, *tensors
+            )
+        calls[f"{grouped} no bias"] = lambda index=index: linear(user, cand, weight, index)
+        calls[f"{grouped} odd"] = lambda index=index: linear(user, odd, weight, index)
+        calls[f"{grouped} slice"] = lambda index=index: linear(user, cand[1:, :], weight, index.to_user[1:])
+        calls[f"{grouped} expanded"] = train(
+            lambda u, c, index=index: linear(u, c, weight, index), grad[:1, :1].expand(40, 70), user, cand
+        )
+    with use_backend("triton"):
+        found = check(gpu, calls)
+        loaded = gpu.loaded
+        for users, batch in ((9, 41), (1, 1), (16, 128), (17, 1), (1, 333)):
+            arguments = gpu.randn(users, 72, dtype=dtype), gpu.randn(batch, 40, dtype=dtype), weight
+            linear(*arguments, make_index(gpu, users, batch), bias)
+        assert gpu.loaded == loaded
+    assert [launch.kernel for launch in found["True silu"]] == ["linear_kernel"] * 2
+    assert [launch.kernel for launch in found["True silu trained"]][2:] == ["segment_sum_kernel"]
+
+
+@inside
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segment_sum(gpu: StandIn, dtype: torch.dtype) -> None:
+    x, grad = gpu.randn(40, 70, dtype=dtype), gpu.randn(9, 70, dtype=dtype)
+    calls: dict[str, Call] = {}
+    for grouped in (True, False):
+        index = make_index(gpu, 9, 40, grouped)
+        calls[f"{grouped}"] = lambda index=index: segment_sum(x, index)
+        calls[f"{grouped} bare"] = lambda index=index: segment_sum(x, index.to_user, 9)
+        calls[f"{grouped} more users"] = lambda index=index: segment_sum(x, index.to_user, 10)
+        calls[f"{grouped} strided"] = lambda index=index: segment_sum(x[:, 3:].mT.contiguous().mT, index)
+        calls[f"{grouped} trained"] = train(lambda x, index=index: segment_sum(x, index), grad, x)
+    check(gpu, calls)
+
+
+# ---- memory, threads, profilers -------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("path", ["auto", "triton"])
+def test_no_tensor_is_kept(gpu: StandIn, path: str) -> None:
+    def call() -> list[weakref.ref[Any]]:
+        user, cand, weight = (x.clone().requires_grad_() for x in make(gpu, torch.float16, (9, 40, 70, 64, 9, 31)))
+        bias, index = gpu.randn(70).clone().requires_grad_(), make_index(gpu, 9, 40, False)
+        out = compression_linear(user, cand, weight, index, bias)
+        out.backward(gpu.randn(40, 70, 64))
+        vectors = (x[..., 0] for x in (user, cand))
+        linear(*vectors, weight, index, bias, "relu").sum().backward()
+        summed = segment_sum(cand, index)
+        tensors = (user, cand, weight, bias, index.to_user, out, user.grad, cand.grad, weight.grad, summed)
+        return [weakref.ref(x) for x in tensors]
+
+    gpu.elsewhere = 0
+    with use_backend(path):
+        for _ in range(3):
+            watched = call()
+            gc.collect()
+            assert [watch() for watch in watched] == [None] * len(watched)
+
+
+@inside
+def test_two_threads(gpu: StandIn) -> None:
+    """Calls of two threads at once, from empty memories: each launches its own."""
+    calls = []
+    for dtype, batch in ((torch.float16, 40), (torch.bfloat16, 41)):
+        user, cand, weight = make(gpu, dtype, (9, batch, 70, 64, 72, 40))
+        index, grad = make_index(gpu, 9, batch), gpu.randn(batch, 70, 64, dtype=dtype)
+        calls.append(train(lambda u, c, w, index=index: compression_linear(u, c, w, index), grad, user, cand, weight))
+    expected = Counter(shape(launch) for call in calls for launch in first(gpu, call))
+    _plan.forget()
+    failures: list[BaseException] = []
+
+    def work(call: Call) -> None:
+        try:
+            for _ in range(20):
+                for arena in gpu.arenas:
+                    arena.restart()
+                call()
+        except BaseException as error:
+            failures.append(error)
+
+    with gpu.recording() as launches:
+        threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert Counter(map(shape, launches)) == Counter({launch: 20 * count for launch, count in expected.items()})
+
+
+def shape(launch: Launch) -> tuple[Any, ...]:
+    """What of a launch does not depend on where its thread allocates."""
+    numbers = tuple(a for a in launch.arguments if isinstance(a, int))
+    layouts = tuple(a[2][:88] for a in launch.arguments if isinstance(a, tuple) and a[0] == "descriptor")
+    return launch.kernel, launch.grid, numbers, layouts
+
+
+@inside
+def test_a_profiler_sees_repeated_launches(gpu: StandIn) -> None:
+    import triton
+
+    user, cand, weight = make(gpu, torch.float16)
+    index, seen = make_index(gpu, 9, 40), []
+    call = lambda: compression_linear(user, cand, weight, index)  # noqa: E731
+    expected = first(gpu, call)
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert gpu.launches(call) == expected
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert seen == ["user_part_kernel", "candidate_kernel"]
+    assert gpu.launches(call) == expected
+    assert len(seen) == 2
+
+
+@inside
+def test_the_stand_in_is_believed() -> None:
+    assert _backend.capability(torch.device("cuda", 0)) == (9, 0)
+    assert _backend.hopper_refusal(torch.device("cuda", 0)) is None
