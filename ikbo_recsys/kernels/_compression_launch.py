@@ -91,8 +91,8 @@ def compression_linear(
 class Plan:
     """A path, and what it prepared for calls that differ in contents and addresses only."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, is_traced: bool = False) -> None:
+        self._path, self._is_traced = path, is_traced
         self._forward: Any = None
         self._backwards: dict[Hashable, Backward] = {}
 
@@ -129,7 +129,7 @@ class Plan:
             if self._forward is None:
                 self._forward = _compression_hopper.Forward(user, cand, *parts, to_user, bias)
         else:
-            parts = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+            parts = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
             if self._forward is None:
                 self._forward = _Portable(user, cand, *parts, bias is not None)
         out: Tensor = self._forward(user, cand, parts, to_user, bias)
@@ -204,7 +204,7 @@ def compression_linear_portable(
 ) -> Tensor:
     """The operator by the portable kernels."""
     with _plan.traceable():
-        return Plan("triton").forward(user, cand, weight, to_user, bias)
+        return Plan("triton", is_traced=True).forward(user, cand, weight, to_user, bias)
 
 
 @torch.library.custom_op("ikbo::compression_linear_hopper", mutates_args=())

@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ikbo_recsys.kernels import _launch
-from ikbo_recsys.kernels._plan import is_traced
 
 WEIGHT_STEP = 64
 """The portable kernels' longest step along K: with weights padded to it their loads need no masks."""
 
 
-def weight_parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
+def weight_parts(weight: Tensor, user_features: int, step: int, is_traced: bool = False) -> tuple[Tensor, Tensor]:
     """`(weight[:, :Ku], weight[:, Ku:])`, each with columns of zeros up to a multiple of `step`: rows begin at
     multiples of it.
 
     Where that is not so in `weight` itself, they are padded copies, which are made once and again after the weight
-    changes. The padding belongs to the tensors returned: a compiler is free to move what lies beyond a view.
+    changes (in a traced program each time). The padding belongs to the tensors returned: a compiler is free to move
+    what lies beyond a view.
     """
-    if is_traced():
-        return _parts(weight, user_features, step)
+    if is_traced:
+        return _parts(weight, user_features, step, True)
     parts: tuple[Tensor, Tensor] = _CACHE.get(weight, user_features, step)
     return parts
 
@@ -33,11 +33,11 @@ def aligned_parts(weight: Tensor, user_features: int) -> tuple[Tensor, Tensor]:
     return weight_parts(weight, user_features, _launch.TMA_ALIGNMENT // weight.element_size())
 
 
-def _parts(weight: Tensor, user_features: int, step: int) -> tuple[Tensor, Tensor]:
+def _parts(weight: Tensor, user_features: int, step: int, is_traced: bool = False) -> tuple[Tensor, Tensor]:
     user_part, cand_part = weight[:, :user_features], weight[:, user_features:]
     fits = weight.stride(1) == 1 and not (weight.stride(0) % step or user_features % step or weight.shape[1] % step)
     # While tracing there is no address. The compiler allocates with more alignment than this.
-    if fits and (is_traced() or weight.data_ptr() % _launch.TMA_ALIGNMENT == 0):
+    if fits and (is_traced or weight.data_ptr() % _launch.TMA_ALIGNMENT == 0):
         return user_part, cand_part
     return (
         F.pad(user_part, (0, -user_part.shape[1] % step)).contiguous(),

@@ -24,7 +24,7 @@ from ikbo_recsys.kernels import _backend
 TMA_ALIGNMENT = 16
 """Bytes to which a TMA tensor's base address and every stride but the innermost must be aligned."""
 
-_IS_HIP = torch.version.hip is not None
+IS_HIP = torch.version.hip is not None
 
 
 class _Nothing:
@@ -85,7 +85,7 @@ def cdiv(number: int, divisor: int) -> int:
 def pointer_facts(tensor: Tensor) -> tuple[bool, ...]:
     """What Triton specializes a pointer on: alignment to 16 bytes, and on AMD whether 32-bit offsets reach it all."""
     is_aligned = tensor.data_ptr() % 16 == 0
-    return (is_aligned, tensor.untyped_storage().nbytes() < 2**31) if _IS_HIP else (is_aligned,)
+    return (is_aligned, tensor.untyped_storage().nbytes() < 2**31) if IS_HIP else (is_aligned,)
 
 
 def is_capturing(tensor: Tensor) -> bool:

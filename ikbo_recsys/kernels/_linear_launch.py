@@ -84,8 +84,8 @@ def _needs_gradient(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor | N
 class Plan:
     """What was prepared for calls that differ in contents and addresses only."""
 
-    def __init__(self, activation: str | None) -> None:
-        self._activation = activation
+    def __init__(self, activation: str | None, is_traced: bool = False) -> None:
+        self._activation, self._is_traced = activation, is_traced
         self._parts: dict[bool, tuple[Part, Part]] = {}
         self._sums: dict[Hashable, SegmentSum] = {}
 
@@ -115,7 +115,7 @@ class Plan:
         self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None, activate: bool
     ) -> Tensor:
         """The operator without gradients, with its activation or before it."""
-        weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP)
+        weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
         parts = self._parts.get(activate)
         if parts is None:
             parts = self._parts[activate] = (
@@ -274,7 +274,7 @@ def linear_portable(
 ) -> Tensor:
     """The operator by the portable kernels."""
     with _plan.traceable():
-        return Plan(activation).forward(user, cand, weight, to_user, bias, True)
+        return Plan(activation, is_traced=True).forward(user, cand, weight, to_user, bias, True)
 
 
 @torch.library.custom_op("ikbo::linear_backward", mutates_args=())

@@ -83,7 +83,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def facts(tensor: Tensor) -> tuple[Hashable, ...]:
     """What checks, plans and Triton look at in a tensor."""
     seen = (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15)
-    return (*seen, _launch.pointer_facts(tensor)) if _launch._IS_HIP else seen
+    return (*seen, _launch.pointer_facts(tensor)) if _launch.IS_HIP else seen
 
 
 def signature(
@@ -106,11 +106,14 @@ def signature(
         tensors = (*tensors, index.to_user, index.offsets)
     else:
         tensors = (*tensors, index)
-    for tensor in tensors:
-        if tensor is None:
+    for x in tensors:
+        if x is None:
             known.append(None)
-        elif type(tensor) in _PLAIN:
-            known += facts(tensor)
+        elif type(x) in _PLAIN:
+            # As `facts`, without a call.
+            known += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
+            if _launch.IS_HIP:
+                known += _launch.pointer_facts(x)
         else:
             return None
     if tensors[0].dtype is torch.float32:
@@ -209,14 +212,15 @@ def _runner(compiled: Any, blocks: int, tail: tuple[Any, ...]) -> Callable[..., 
     )
 
     def launch(*arguments: Any) -> None:
-        # A profiler hooks itself in; it gets what Triton's own launch gives it.
-        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+        try:
+            is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+        except AttributeError:
+            # Not Triton's chains: a function, or None.
+            is_hooked = True
+        if is_hooked:
+            # A profiler gets what Triton's own launch gives it.
             hooked(*arguments, *tail)
         else:
             run(blocks, 1, 1, stream(device()), function, metadata, None, None, None, *arguments, *tail)
 
     return launch
-
-
-def _is_set(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
