@@ -138,6 +138,12 @@ def explain(operator: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Ch
     return _choosers[name](*args, **kwargs)
 
 
+def constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which imports TorchDynamo: a second of every process's first call."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # ---- facts about this process and its devices, asked once ----------------------------------------------------------
 
 

@@ -172,16 +172,11 @@ class Forward:
     ) -> Tensor:
         out = torch.empty(self._out_shape, dtype=self._dtype, device=self._device)
         part = torch.empty(self._part_shape, dtype=self._dtype, device=self._device)
+        user_rest = (part if bias is None else bias, part, *self._user_numbers)
         with device_guard(cand):
-            _launch(
-                self._user_launch,
-                self._user_layouts,
-                (weights[0], user),
-                (part if bias is None else bias, part, *self._user_numbers),
-            )
-            _launch(
-                self._cand_launch, self._cand_layouts, (weights[1], cand, out), (part, to_user, *self._cand_numbers)
-            )
+            _launch(self._user_launch, self._user_layouts, (weights[0], user), user_rest)
+            cand_rest = (part, to_user, *self._cand_numbers)
+            _launch(self._cand_launch, self._cand_layouts, (weights[1], cand, out), cand_rest)
         return out
 
 

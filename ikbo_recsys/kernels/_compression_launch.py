@@ -1,8 +1,7 @@
-"""The GPU paths of `compression_linear`: the choice between them, forward and backward, eager and traced.
+"""The GPU paths of `compression_linear`: the choice between them, forward and backward.
 
 Eager calls go to the launches directly: `torch.library`'s dispatch costs tens of microseconds. Traced calls go through
-operators of this library, `triton_op` for the portable kernels (Inductor and AOTInductor see the kernels) and
-`custom_op` for the Hopper ones (which they cannot).
+`_compression_operators.py`.
 
 Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M outputs.
 """
@@ -42,7 +41,7 @@ def _choose(dtype: torch.dtype, portable: str | None, hopper: str | None) -> Cho
     return _backend.choose({"torch": None, "triton": portable, "gluon": hopper}, order)
 
 
-@torch.compiler.assume_constant_result
+@_backend.constant_while_tracing
 def traced_path(device: int | None, dtype: torch.dtype) -> str:
     """The path of a traced call, by what is fixed while tracing: no sizes, which must not become guards, no addresses.
 
@@ -74,7 +73,8 @@ def compression_linear(
     if _plan.is_dispatched(user, cand, weight, bias):
         path = traced_path(cand.device.index, cand.dtype)
         if path != "torch":
-            named = torch.ops.ikbo
+            from ikbo_recsys.kernels import _compression_operators as named
+
             operator = named.compression_linear_hopper if path == "gluon" else named.compression_linear_portable
             out: Tensor = operator(user, cand, weight, to_user, offsets, bias)
             return out
@@ -193,81 +193,3 @@ class _Differentiable(torch.autograd.Function):
         with _launch.autocast_off():
             grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
         return None, grads[0], grads[1], grads[2], None, None, grads[3]
-
-
-# ---- operators for traced calls ------------------------------------------------------------------------------------
-
-
-@torch.library.triton_op("ikbo::compression_linear_portable", mutates_args={})
-def compression_linear_portable(
-    user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """The operator by the portable kernels."""
-    with _plan.traceable():
-        return Plan("triton", is_traced=True).forward(user, cand, weight, to_user, bias)
-
-
-@torch.library.custom_op("ikbo::compression_linear_hopper", mutates_args=())
-def compression_linear_hopper(
-    user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, offsets: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """The operator by the Hopper kernels where the call at hand fits them."""
-    known = _plan.signature("compression_linear_hopper", (cand, user, weight, bias), to_user)
-    plan = _plan.recall(known)
-    if plan is None:
-        refused = choose(user, cand, weight).refused
-        if "triton" in refused:
-            return reference.compression_linear(user, cand, weight, to_user, bias)
-        plan = Plan("triton" if "gluon" in refused else "gluon")
-        _plan.remember(known, plan)
-    out: Tensor = plan.forward(user, cand, weight, to_user, bias)
-    return out
-
-
-@compression_linear_hopper.register_fake
-def _(user: Tensor, cand: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return cand.new_empty((cand.shape[0], weight.shape[0], cand.shape[2]))
-
-
-@torch.library.custom_op("ikbo::compression_linear_backward", mutates_args=())
-def compression_linear_backward(
-    grad: Tensor,
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients that `needs` (user, cand, weight, bias) asks for.
-
-    Opaque to the compiler: how sums are split follows from the batch sizes, which must not become guards.
-    """
-    known = _plan.signature("compression_linear_backward", (cand, user, weight, offsets), to_user)
-    plan = _plan.recall(known)
-    if plan is None:
-        plan = Plan("triton")
-        _plan.remember(known, plan)
-    grads = plan.backward(grad, user, cand, weight, to_user, offsets, tuple(needs))
-    return [part for part in grads if part is not None]
-
-
-@compression_linear_backward.register_fake
-def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
-    made = (user, cand, weight, weight[:, 0])
-    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _run_backward(ctx: Any, grad: Tensor) -> Any:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-    grads = iter(torch.ops.ikbo.compression_linear_backward(grad, *ctx.saved_tensors, needs))
-    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-    return user, cand, weight, None, None, bias
-
-
-compression_linear_portable.register_autograd(_run_backward, setup_context=_save)
-compression_linear_hopper.register_autograd(_run_backward, setup_context=_save)

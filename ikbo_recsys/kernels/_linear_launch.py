@@ -38,7 +38,7 @@ def _choose(dtype: torch.dtype, portable: str | None) -> Choice:
     return _backend.choose({"torch": None, "triton": portable}, order)
 
 
-@torch.compiler.assume_constant_result
+@_backend.constant_while_tracing
 def traced_path(device: int | None, dtype: torch.dtype) -> str:
     """The path of a traced call: nothing that would become a guard decides it."""
     where = torch.device("cpu") if device is None else torch.device("cuda", device)
@@ -61,11 +61,13 @@ def linear(
     """
     if _plan.is_dispatched(user, cand, weight, bias):
         if traced_path(cand.device.index, cand.dtype) != "torch":
+            from ikbo_recsys.kernels._linear_operators import linear_portable
+
             # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's
             # type.
             is_fused = not _needs_gradient(user, cand, weight, bias)
             fused = activation if is_fused else None
-            out: Tensor = torch.ops.ikbo.linear_portable(user, cand, weight, to_user, offsets, bias, fused)
+            out: Tensor = linear_portable(user, cand, weight, to_user, offsets, bias, fused)
             return out if is_fused else reference.ACTIVATIONS[activation](out)
     elif choose(user, cand, weight).path != "torch":
         plan = Plan(activation)
@@ -257,56 +259,3 @@ class _Differentiable(torch.autograd.Function):
         with _launch.autocast_off():
             grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
         return None, grads[0], grads[1], grads[2], None, None, grads[3]
-
-
-# ---- operators for traced calls ------------------------------------------------------------------------------------
-
-
-@torch.library.triton_op("ikbo::linear_portable", mutates_args={})
-def linear_portable(
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    activation: str | None,
-) -> Tensor:
-    """The operator by the portable kernels."""
-    with _plan.traceable():
-        return Plan(activation, is_traced=True).forward(user, cand, weight, to_user, bias, True)
-
-
-@torch.library.custom_op("ikbo::linear_backward", mutates_args=())
-def linear_backward(
-    grad: Tensor,
-    user: Tensor,
-    cand: Tensor,
-    weight: Tensor,
-    to_user: Tensor,
-    offsets: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients that `needs` (user, cand, weight, bias) asks for, before the activation."""
-    grads = Plan(None).backward(grad, user, cand, weight, to_user, offsets, needs)
-    return [part for part in grads if part is not None]
-
-
-@linear_backward.register_fake
-def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
-    made = (user, cand, weight, weight[:, 0])
-    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _run_backward(ctx: Any, grad: Tensor) -> Any:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-    grads = iter(torch.ops.ikbo.linear_backward(grad, *ctx.saved_tensors, needs))
-    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-    return user, cand, weight, None, None, bias, None
-
-
-linear_portable.register_autograd(_run_backward, setup_context=_save)
