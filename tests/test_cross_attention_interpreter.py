@@ -7,21 +7,15 @@ wrong.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests import twins
 from tests.cases import gradients, relative_error
+from tests.processes import INTERPRETED, interpreted, run_interpreted
 
 pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 FULL, LENGTHS, JAGGED = 0, 1, 2
@@ -29,12 +23,7 @@ FULL, LENGTHS, JAGGED = 0, 1, 2
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout, done.stdout[-2000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +38,12 @@ def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def _problem(users: int, cands: int, seeds: int, rows: int, heads: tuple[int, int], size: int, **how: object) -> tuple:
+def make_problem(
+    users: int, cands: int, seeds: int, rows: int, heads: tuple[int, int], size: int, **how: object
+) -> tuple:
     """A `Problem`, and the fp64 operands, index and lengths of its twin. User 1 of several has no history."""
     from ikbo_recsys.kernels._attention_launch import Problem
-    from ikbo_recsys.kernels._attention_paths import group
+    from ikbo_recsys.kernels._attention_plans import group
 
     dtype, layout, index_dtype = how["dtype"], how["layout"], how.get("index_dtype", torch.int64)
     to_user = torch.randint(0, users, (cands,), dtype=index_dtype)
@@ -96,11 +87,11 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "how"), CASES)
 def test_forward_and_backward(sizes: tuple, how: dict, dtype: torch.dtype) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
-    from ikbo_recsys.kernels._attention_paths import backward
+    from ikbo_recsys.kernels._attention_plans import backward
 
-    problem, wide, to_user, lengths, valid = _problem(*sizes, **how, dtype=dtype)
+    problem, wide, to_user, lengths, valid = make_problem(*sizes, **how, dtype=dtype)
     expected = gradients(lambda q, k, v: twins.cross_attention(q, k, v, to_user, lengths, problem.scale), *wide)
-    out, lse = launch.forward(problem, True)
+    out, lse = launch.Forward(problem, True)(problem)
     grad = torch.ones(()).expand_as(out).to(dtype) if sizes[1] == 7 else torch.randn_like(out)
     inputs = [x.detach().requires_grad_() for x in wide]
     twin = twins.cross_attention(*inputs, to_user, lengths, problem.scale)
@@ -132,10 +123,10 @@ def _check_lse(problem: object, lse: Tensor, wide: list[Tensor], to_user: Tensor
 )
 def test_only_the_gradients_asked_for(needs: tuple[bool, bool, bool]) -> None:
     from ikbo_recsys.kernels import _attention_launch as launch
-    from ikbo_recsys.kernels._attention_paths import backward
+    from ikbo_recsys.kernels._attention_plans import backward
 
-    problem, *_ = _problem(3, 7, 2, 19, (2, 1), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
-    out, lse = launch.forward(problem, True)
+    problem, *_ = make_problem(3, 7, 2, 19, (2, 1), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    out, lse = launch.Forward(problem, True)(problem)
     grad = torch.randn_like(out)
     everything = backward(problem, out, lse, grad, (True, True, True), "triton")
     some = backward(problem, out, lse, grad, needs, "triton")
@@ -152,11 +143,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
     from ikbo_recsys.kernels import _attention_launch as launch
 
-    problem, *_ = _problem(2, 23, 3, 40, (2, 2), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    problem, *_ = make_problem(2, 23, 3, 40, (2, 2), 16, layout=LENGTHS, shuffled=False, dtype=torch.float32)
     start, end = (int(x) for x in problem.offsets[:2])
     order = torch.cat((torch.arange(start, end).flip(0), torch.arange(end, 23)))
-    out, _ = launch.forward(problem, False)
-    moved, _ = launch.forward(replace(problem, query=problem.query[order].contiguous()), False)
+    out, _ = launch.Forward(problem, False)(problem)
+    moved_problem = replace(problem, query=problem.query[order].contiguous())
+    moved, _ = launch.Forward(moved_problem, False)(moved_problem)
     assert torch.equal(moved, out[order])
 
 
@@ -167,7 +159,7 @@ def test_tile_table(users: int, layout: int) -> None:
     """Every row in one tile of its user, no tile of two users, longest histories first, the count right."""
     from ikbo_recsys.kernels._attention_hopper import tile_table
 
-    problem, _, _, lengths, _ = _problem(
+    problem, _, _, lengths, _ = make_problem(
         users, 3 * users, 5, 9, (1, 1), 8, layout=layout, shuffled=False, dtype=torch.float32
     )
     table = tile_table(problem, rows=4)
@@ -188,12 +180,17 @@ def test_wrong_offsets_stay_inside(bad: int) -> None:
     """Offsets that lead outside are clamped: nothing hangs, nothing outside is read or written."""
     from dataclasses import replace
 
+    from ikbo_recsys.kernels import _attention_both_launch as both_launch
     from ikbo_recsys.kernels import _attention_launch as launch
 
-    problem, *_ = _problem(3, 7, 2, 19, (1, 1), 16, layout=JAGGED, shuffled=False, dtype=torch.float32)
+    problem, *_ = make_problem(3, 7, 2, 19, (1, 1), 16, layout=JAGGED, shuffled=False, dtype=torch.float32)
     offsets, kv = problem.offsets.clone(), problem.kv.clone()
     offsets[1], kv[2] = bad, bad
-    launch.forward(replace(problem, offsets=offsets, kv=kv), True)
+    wrong = replace(problem, offsets=offsets, kv=kv)
+    launch.Forward(wrong, True)(wrong)
+    offsets[0] = 5
+    wrong = replace(wrong, user_query=torch.randn(3, 20, 1, 16))
+    both_launch.Forward(wrong, True)(wrong)
 
 
 @interpreted
@@ -203,7 +200,7 @@ def test_falling_offsets_stay_inside_the_table() -> None:
 
     from ikbo_recsys.kernels._attention_hopper import tile_table
 
-    problem, *_ = _problem(8, 40, 5, 9, (1, 1), 8, layout=LENGTHS, shuffled=False, dtype=torch.float32)
+    problem, *_ = make_problem(8, 40, 5, 9, (1, 1), 8, layout=LENGTHS, shuffled=False, dtype=torch.float32)
     table = tile_table(replace(problem, offsets=torch.tensor([0, 40] * 4 + [0])), rows=4)
     assert int(table[0, 0]) == table.shape[0] - 1
     rows, ends = table[1:, 0], table[1:, 1]

@@ -43,15 +43,35 @@ def cross_attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    group = query.shape[2] // key.shape[2]
-    key, value = key[to_user].repeat_interleave(group, 2), value[to_user].repeat_interleave(group, 2)
-    scores = torch.einsum("bshd,bthd->bhst", query, key) * (query.shape[3] ** -0.5 if scale is None else scale)
+    scores = _scores(query, key, to_user, scale)
+    value = value[to_user].repeat_interleave(query.shape[2] // key.shape[2], 2)
     if lengths is None:
         weights = scores.softmax(-1)
     else:
-        valid = (torch.arange(key.shape[1]) < lengths[to_user][:, None])[:, None, None, :]
+        valid = _valid(key, to_user, lengths)
         weights = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
     return torch.einsum("bhst,bthd->bshd", weights, value)
+
+
+def log_sum_exp(
+    query: Tensor, key: Tensor, to_user: Tensor, lengths: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """`[B, S, H]`; -inf, without a gradient, for rows without a key."""
+    scores = _scores(query, key, to_user, scale)
+    if lengths is None:
+        return scores.logsumexp(-1).transpose(1, 2)
+    valid = _valid(key, to_user, lengths)
+    lse = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).logsumexp(-1)
+    return lse.masked_fill(~valid.any(-1), float("-inf")).transpose(1, 2)
+
+
+def _scores(query: Tensor, key: Tensor, to_user: Tensor, scale: float | None) -> Tensor:
+    key = key[to_user].repeat_interleave(query.shape[2] // key.shape[2], 2)
+    return torch.einsum("bshd,bthd->bhst", query, key) * (query.shape[3] ** -0.5 if scale is None else scale)
+
+
+def _valid(key: Tensor, to_user: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(key.shape[1]) < lengths[to_user][:, None])[:, None, None, :]
 
 
 class CompressionTwin(nn.Linear):

@@ -18,9 +18,12 @@ from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
 
-_LOG2_E = 1.4426950408889634
-_TILE_ROWS, _BOX_ROWS = 128, 64
-_BLOCK_KEYS = 128
+FEWEST_USER_ROWS = 512
+"""Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
+
+LOG2_E = 1.4426950408889634
+TILE_ROWS, _BOX_ROWS = 128, 64
+BLOCK_KEYS = 128
 _FEWEST_BLOCKS = 96
 _TABLE_BLOCK, _TABLE_STEP = 64, 16
 
@@ -39,9 +42,9 @@ class HopperTile:
 
 
 # By padded head size.
-_FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
-_BACKWARD_QUERY_TILES = {64: HopperTile(_BOX_ROWS, 4, 232, 40), 128: HopperTile(_BOX_ROWS, 3, 232, 40)}
-_BACKWARD_TILES = {64: HopperTile(_BLOCK_KEYS, 4, 240, 24), 128: HopperTile(_BLOCK_KEYS, 3, 240, 24)}
+FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
+BACKWARD_QUERY_TILES = {64: HopperTile(_BOX_ROWS, 4, 232, 40), 128: HopperTile(_BOX_ROWS, 3, 232, 40)}
+BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 
 
 def type_refusal(dtype: torch.dtype, head_size: int) -> str | None:
@@ -53,7 +56,15 @@ def type_refusal(dtype: torch.dtype, head_size: int) -> str | None:
     return None
 
 
-def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: float) -> str | None:
+def has_enough_rows(query: Tensor, user_query: Tensor | None, num_users: int) -> bool:
+    """Whether users have query rows enough, on average, for these kernels to be the faster ones."""
+    own = 0 if user_query is None else user_query.shape[1]
+    return query.shape[0] * query.shape[1] + own * num_users >= FEWEST_USER_ROWS * num_users
+
+
+def refusal(
+    query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: float, user_query: Tensor | None = None
+) -> str | None:
     """Why the kernels cannot take the call, or None. Device and library are checked elsewhere."""
     why = type_refusal(query.dtype, query.shape[3])
     if why is not None:
@@ -62,15 +73,17 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, is_jagged: bool, scale: f
         return f"the kernels take positive scales, not {scale}"
     if key.shape[0 if is_jagged else 1] == 0:
         return "there is no history at all"
-    if sum((size - 1) * stride for size, stride in zip(query.shape, query.stride(), strict=True)) >= 2**34:
-        return f"query spans more than 2^34 elements, its strides are {query.stride()}"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    queries = (("query", query),) if user_query is None else (("query", query), ("user_query", user_query))
+    for name, x in queries:
+        if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= 2**34:
+            return f"{name} spans more than 2^34 elements, its strides are {x.stride()}"
+    for name, tensor in (*queries, ("key", key), ("value", value)):
         if not is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and strides {tensor.stride()}"
     return None
 
 
-def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
+def flat_query_strides(query: Tensor) -> tuple[int, int] | None:
     """(row, head) strides of the query as `[B * S, H, D]`, or None when it is not one, or not aligned for TMA."""
     cands, seeds = query.shape[:2]
     stride_b, stride_s, stride_h, _ = query.stride()
@@ -79,7 +92,7 @@ def _flat_query_strides(query: Tensor) -> tuple[int, int] | None:
     return (stride_s if seeds > 1 else stride_b), stride_h
 
 
-class _Descriptor:
+class Descriptor:
     """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
     anew."""
 
@@ -96,7 +109,7 @@ class _Descriptor:
         return TensorDescriptor(self.base, self.shape, self.strides, list(block), _layout(block, self.base.dtype))
 
 
-class _View:
+class View:
     """Shape and strides under which tensors of one layout become descriptors."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
@@ -106,18 +119,18 @@ class _View:
             1
         ]
 
-    def of(self, base: Tensor) -> _Descriptor:
-        return _Descriptor(base, self._shape, self._strides)
+    def of(self, base: Tensor) -> Descriptor:
+        return Descriptor(base, self._shape, self._strides)
 
     @classmethod
-    def of_rows(cls, x_BSHD: Tensor) -> _View:
+    def of_rows(cls, x_BSHD: Tensor) -> View:
         """`[B * S, H, D]`."""
-        flat = _flat_query_strides(x_BSHD)
+        flat = flat_query_strides(x_BSHD)
         assert flat is not None
         return cls((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), flat)
 
     @classmethod
-    def of_history(cls, x: Tensor, layout: int) -> _View:
+    def of_history(cls, x: Tensor, layout: int) -> View:
         """`[U, T, Hkv, D]`, or `[1, L, Hkv, D]`."""
         if layout == JAGGED:
             return cls((1, *x.shape), (TMA_ALIGNMENT, *x.stride()[:-1]))
@@ -131,43 +144,44 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if dtype is torch.float16 else gl.bfloat16)
 
 
-def _checked(
-    descriptors: Sequence[_Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]
+def checked(
+    descriptors: Sequence[Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]
 ) -> tuple[Any, ...]:
     return (*(d.checked(block) for d, block in zip(descriptors, blocks, strict=True)), *rest)
 
 
-def tile_table(problem: Problem, rows: int = _TILE_ROWS, chained: bool = False) -> Tensor:
+def tile_table(problem: Problem, rows: int = TILE_ROWS, chained: bool = False) -> Tensor:
     """The table of `_triton/schedule.py`, on the device: the number of tiles, then the tiles."""
-    from ikbo_recsys.kernels._triton.schedule import TILE_FIELDS, fill_tile_table
+    from ikbo_recsys.kernels._triton.schedule import TILE_FIELDS, fill_tile_table, fill_tile_table_both
 
-    device = problem.query.device
+    device, own = problem.query.device, problem.user_query
     offsets, _, kv = problem.index_pointers()
     limit = row_slots(problem, rows)
     table = torch.empty((1 + limit, TILE_FIELDS), dtype=torch.int32, device=device)
     launch = Launch(
-        fill_tile_table,
+        fill_tile_table if own is None else fill_tile_table_both,
         problem.index_key(),
         cdiv(problem.num_users, _TABLE_BLOCK),
         {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": _TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
         num_warps=4,
     )
-    launch((table, offsets, kv, *problem.sizes(), limit))
+    launch((table, offsets, kv, *problem.sizes(), *(() if own is None else (own.shape[1],)), limit))
     return table
 
 
-def _shared_table(problem: Problem) -> Tensor:
-    """`tile_table`, made once for the layers and passes that share an index."""
-    kv = problem.kv
-    if kv is not None and kv.is_inference():
+def shared_table(problem: Problem) -> Tensor:
+    """`tile_table`, made once for the layers and passes that share an index, if it may be kept with it."""
+    kv, own = problem.kv, problem.user_query
+    if not problem.keeps_table or (kv is not None and kv.is_inference()):
         return tile_table(problem, chained=True)
-    kept = (problem.layout, problem.query.shape[1], problem.capacity, None if kv is None else (id(kv), kv._version))
+    contents = None if kv is None else (id(kv), kv._version, kv.data_ptr())
+    kept = (problem.layout, problem.query.shape[1], None if own is None else own.shape[1], problem.capacity, contents)
     # `kv` is kept with the table, so that no other tensor can come to have its id.
     owned = None if kv is problem.offsets else kv
     return index_cache(problem.offsets, kept, lambda: (tile_table(problem, chained=True), owned))[0]
 
 
-def _adjacent_rows(problem: Problem) -> bool:
+def adjacent_rows(problem: Problem) -> bool:
     """Whether 64 rows of a tile are adjacent in the query: when candidates are, or when they are one candidate's."""
     return problem.permutation is None or problem.query.shape[1] % _BOX_ROWS == 0
 
@@ -181,22 +195,22 @@ class Forward:
         query = problem.query
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        tile = _FORWARD_TILES[padded]
+        tile = FORWARD_TILES[padded]
         self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
-        adjacent = _adjacent_rows(problem) and _flat_query_strides(query) is not None
+        adjacent = adjacent_rows(problem) and flat_query_strides(query) is not None
         out_strides = (heads * head_size, head_size)
-        self._out = _View((query.shape[0] * query.shape[1], heads, head_size), out_strides)
-        self._query = _View.of_rows(query) if adjacent else None
-        self._key, self._value = (_View.of_history(x, problem.layout) for x in (problem.key, problem.value))
-        self._boxes = _boxes(padded, tile.keys)
+        self._out = View((query.shape[0] * query.shape[1], heads, head_size), out_strides)
+        self._query = View.of_rows(query) if adjacent else None
+        self._key, self._value = (View.of_history(x, problem.layout) for x in (problem.key, problem.value))
+        self._boxes = boxes(padded, tile.keys)
         self._numbers = (
-            *(problem.scale * _LOG2_E, heads, problem.group, query.shape[1]),
+            *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
         )
         self._launch = Launch(
             attention_forward,
             problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
+            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
             {
                 "KEYS": tile.keys,
                 "D": padded,
@@ -213,6 +227,7 @@ class Forward:
         )
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
         query = problem.query
         out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
@@ -221,18 +236,13 @@ class Forward:
         q_desc = o_desc if self._query is None else self._query.of(query)
         descriptors = (q_desc, self._key.of(problem.key), self._value.of(problem.value), o_desc)
         with device_guard(query):
-            rest = (query, out, lse, _shared_table(problem), problem.index_pointers()[1], *self._numbers)
+            rest = (query, out, lse, shared_table(problem), problem.index_pointers()[1], *self._numbers)
             rows, keys = self._boxes
-            self._launch((*descriptors, *rest), lambda: _checked(descriptors, (rows, keys, keys, rows), rest))
+            self._launch((*descriptors, *rest), lambda: checked(descriptors, (rows, keys, keys, rows), rest))
         return out, lse
 
 
-def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
-    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
-    return Forward(problem, store_lse)(problem)
-
-
-def _boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Blocks of the row and of the history descriptors."""
     return (_BOX_ROWS, 1, padded), (1, keys, 1, padded)
 
@@ -242,16 +252,16 @@ def _boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def backward_refusal(problem: Problem, grad: Tensor) -> str | None:
     """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
-    if not _adjacent_rows(problem) or _flat_query_strides(problem.query) is None:
+    if not adjacent_rows(problem) or flat_query_strides(problem.query) is None:
         return "query rows of one user are not adjacent"
-    if not is_tma_ready(grad) or _flat_query_strides(grad) is None:
+    if not is_tma_ready(grad) or flat_query_strides(grad) is None:
         return "the rows of the gradient are not adjacent and aligned"
     return None
 
 
 def fills_the_gpu(problem: Problem) -> bool:
     """Whether blocks of keys are enough without splitting the query rows, which only the portable kernel does."""
-    return key_slots(problem, _BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
+    return key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
 
 
 class Backward:
@@ -265,25 +275,25 @@ class Backward:
         query, key = problem.query, problem.key
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._rows = [_View.of_rows(x) for x in (query, grad)]
-        self._history = [_View.of_history(x, problem.layout) for x in (key, problem.value)]
-        self._boxes = _boxes(padded, _BOX_ROWS)
+        self._rows = [View.of_rows(x) for x in (query, grad)]
+        self._history = [View.of_history(x, problem.layout) for x in (key, problem.value)]
+        self._boxes = boxes(padded, _BOX_ROWS)
         self._sizes = problem.sizes()
-        self._numbers = (heads, problem.group, problem.scale * _LOG2_E, problem.scale)
+        self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
-        tile = _BACKWARD_QUERY_TILES[padded]
+        tile = BACKWARD_QUERY_TILES[padded]
         self._launch_query = Launch(
             attention_backward_query,
             problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, _TILE_ROWS) * heads),
+            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
             {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
             num_warps=4,
         )
-        tile = _BACKWARD_TILES[padded]
+        tile = BACKWARD_TILES[padded]
         self._launch_key_value = Launch(
             attention_backward_key_value,
             problem.index_key(),
-            key_slots(problem, _BLOCK_KEYS) * key.shape[-2],
+            key_slots(problem, BLOCK_KEYS) * key.shape[-2],
             {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
             num_warps=4,
         )
@@ -294,7 +304,7 @@ class Backward:
         heads, group, qk_scale, scale = self._numbers
         dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         with device_guard(query):
-            pointers = (lse, delta, dq, _shared_table(problem), problem.index_pointers()[1])
+            pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
             self._run(self._launch_query, problem, grad, (*pointers, qk_scale, scale, heads, group, query.shape[1]))
         return dq
 
@@ -314,4 +324,4 @@ class Backward:
             *(k_view.of(problem.key), v_view.of(problem.value)),
         )
         rows, keys = self._boxes
-        launch((*descriptors, *rest), lambda: _checked(descriptors, (rows, rows, keys, keys), rest))
+        launch((*descriptors, *rest), lambda: checked(descriptors, (rows, rows, keys, keys), rest))

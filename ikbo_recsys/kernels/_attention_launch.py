@@ -42,7 +42,7 @@ class AttentionTile:
 
 
 # Row tiles shrink with the rows a user has on average: one user's rows never share a tile with another's.
-_FORWARD_16BIT = (
+FORWARD_16BIT = (
     Row(AttentionTile(16, 64, 4, 3), {"head_size": 128, "user_rows": 16}),
     Row(AttentionTile(32, 64, 4, 3), {"head_size": 128, "user_rows": 32}),
     Row(AttentionTile(64, 64, 4, 3), {"head_size": 128, "user_rows": 64}),
@@ -51,26 +51,26 @@ _FORWARD_16BIT = (
     Row(AttentionTile(16, 32, 4, 2), {"user_rows": 16}),
     Row(AttentionTile(64, 32, 4, 2)),
 )
-_FORWARD_32BIT = (
+FORWARD_32BIT = (
     Row(AttentionTile(16, 32, 4, 2), {"user_rows": 16}),
     Row(AttentionTile(64, 32, 8, 2), {"head_size": 64}),
     Row(AttentionTile(32, 32, 8, 2), {"head_size": 128}),
     Row(AttentionTile(16, 32, 8, 1)),
 )
-_BACKWARD_QUERY_16BIT = (
+BACKWARD_QUERY_16BIT = (
     Row(AttentionTile(16, 64, 4, 3), {"head_size": 128, "user_rows": 16}),
     Row(AttentionTile(64, 64, 4, 3), {"head_size": 128, "user_rows": 64}),
     Row(AttentionTile(128, 64, 8, 3), {"head_size": 64}),
     Row(AttentionTile(128, 64, 8, 2), {"head_size": 128}),
     Row(AttentionTile(64, 32, 8, 1)),
 )
-_BACKWARD_KEY_VALUE_16BIT = (
+BACKWARD_KEY_VALUE_16BIT = (
     Row(AttentionTile(16, 64, 4, 2), {"head_size": 128, "user_rows": 16}),
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 64}),
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 128}),
     Row(AttentionTile(32, 64, 8, 1)),
 )
-_BACKWARD_32BIT = (
+BACKWARD_32BIT = (
     Row(AttentionTile(32, 32, 8, 1), {"head_size": 64}),
     Row(AttentionTile(16, 16, 4, 1), {"head_size": 128}),
     Row(AttentionTile(16, 16, 8, 1)),
@@ -118,6 +118,9 @@ class Problem:
         offsets: `[U + 1]`, where each user's candidates begin in grouped order.
         permutation: `[B]`, the candidate at each place of the grouped order; None when the batch is grouped.
         kv: lengths `[U]` or offsets `[U + 1]`, as `layout` says; None for FULL.
+        user_query: `[U, X, H, D]`, query rows of the users' own, or None. Its launches are those of
+            `_attention_both_launch.py` and `_attention_both_hopper.py`.
+        keeps_table: whether the tile table may be kept with the index for other calls.
     """
 
     query: Tensor
@@ -128,6 +131,8 @@ class Problem:
     kv: Tensor | None
     layout: int
     scale: float
+    user_query: Tensor | None = None
+    keeps_table: bool = True
 
     @property
     def num_users(self) -> int:
@@ -148,9 +153,10 @@ class Problem:
         """Query rows per user, on average. Under tracing with dynamic sizes it is not known, and must not become a
         guard."""
         rows, users = self.query.shape[0] * self.query.shape[1], self.num_users
-        if not isinstance(rows, int) or not isinstance(users, int):
+        own = 0 if self.user_query is None else self.user_query.shape[1]
+        if not isinstance(rows, int) or not isinstance(users, int) or not isinstance(own, int):
             return 64
-        return cdiv(rows, max(users, 1))
+        return cdiv(rows, max(users, 1)) + own
 
     def launch_key(self, *more: Tensor) -> tuple[Hashable, ...]:
         """What Triton specializes a launch on (see `_plan.launch`), `more` being further tensors read in place."""
@@ -208,7 +214,10 @@ class Problem:
 
 def row_slots(problem: Problem, rows: int) -> int:
     """How many tiles of `rows` query rows there can be: see `_triton/schedule.py`."""
-    return problem.query.shape[0] * problem.query.shape[1] // rows + problem.num_users
+    slots = problem.query.shape[0] * problem.query.shape[1] // rows + problem.num_users
+    if problem.user_query is not None:
+        slots += problem.num_users * cdiv(problem.user_query.shape[1], rows)
+    return slots
 
 
 class Forward:
@@ -219,7 +228,7 @@ class Forward:
 
         query = problem.query
         self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
-        tile = problem.tile(_FORWARD_16BIT, _FORWARD_32BIT)
+        tile = problem.tile(FORWARD_16BIT, FORWARD_32BIT)
         self._numbers = (*problem.sizes(), *problem.query_strides(), *problem.history_strides())
         self._launch = Launch(
             attention_forward,
@@ -231,6 +240,7 @@ class Forward:
         )
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
         query = problem.query
         out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
@@ -240,33 +250,37 @@ class Forward:
         return out, lse
 
 
-def forward(problem: Problem, store_lse: bool) -> tuple[Tensor, Tensor]:
-    """`out [B, S, H, D]`, and `lse [B, S, H]` fp32 (without elements unless asked for)."""
-    return Forward(problem, store_lse)(problem)
+def new_delta(lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """Room for delta; the gradient of the log-sum-exp stands in it, where there is one."""
+    if grad_lse is None:
+        return torch.empty_like(lse)
+    return grad_lse.clone(memory_format=torch.contiguous_format)
 
 
 class BackwardQuery:
     """The launch for delta and dq, for problems and gradients that differ from these in their addresses only."""
 
-    def __init__(self, problem: Problem, grad: Tensor, need: bool) -> None:
-        from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_query
+    def __init__(self, problem: Problem, grad: Tensor, need: bool, has_grad_lse: bool = False) -> None:
+        from ikbo_recsys.kernels._triton.cross_attention_backward_query import attention_backward_query
 
-        tile = problem.tile(_BACKWARD_QUERY_16BIT, _BACKWARD_32BIT)
+        tile = problem.tile(BACKWARD_QUERY_16BIT, BACKWARD_32BIT)
         self._need = need
-        self._numbers = (*problem.sizes(), *_strides(problem, grad))
+        self._numbers = (*problem.sizes(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_query,
             problem.launch_key(grad),
             row_slots(problem, tile.rows) * problem.query.shape[2],
-            problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need),
+            problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need, GRAD_LSE=has_grad_lse),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
 
-    def __call__(self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+    def __call__(
+        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """dq (None unless needed) and delta, `[B, S, H]`; the innermost stride of `grad` is 1."""
         query = problem.query
-        delta = torch.empty_like(lse)
+        delta = new_delta(lse, grad_lse)
         dq = torch.empty(query.shape, dtype=query.dtype, device=query.device) if self._need else None
         pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
         with device_guard(query):
@@ -281,11 +295,11 @@ class BackwardKeyValue:
         from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_key_value
 
         key = problem.key
-        tile = problem.tile(_BACKWARD_KEY_VALUE_16BIT, _BACKWARD_32BIT)
+        tile = problem.tile(BACKWARD_KEY_VALUE_16BIT, BACKWARD_32BIT)
         slots = key_slots(problem, tile.keys)
-        self._splits = _splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
+        self._splits = splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
         self._needs = (need_dk, need_dv)
-        self._numbers = (*problem.sizes(), key.numel(), *_strides(problem, grad))
+        self._numbers = (*problem.sizes(), key.numel(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_key_value,
             (*problem.launch_key(grad), is_traced() or key.numel() < 2**31),
@@ -311,12 +325,14 @@ class BackwardKeyValue:
         pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
         with device_guard(key):
             self._launch((*pointers, *self._numbers))
-        return self._summed(dk, key.dtype), self._summed(dv, key.dtype)
+        return summed(dk, key.dtype), summed(dv, key.dtype)
 
-    def _summed(self, parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if parts is None:
-            return None
-        return parts[0] if self._splits == 1 else parts.sum(0).to(dtype)
+
+def summed(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The sum of a gradient's splits."""
+    if parts is None:
+        return None
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def key_slots(problem: Problem, keys: int) -> int:
@@ -326,11 +342,11 @@ def key_slots(problem: Problem, keys: int) -> int:
     return problem.num_users * cdiv(problem.capacity, keys)
 
 
-def _strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:
+def gradient_strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:
     return *problem.query_strides(), *problem.history_strides(), *grad.stride()[:3]
 
 
-def _splits(programs: int, rows: int, tile_rows: int) -> int:
+def splits(programs: int, rows: int, tile_rows: int) -> int:
     """Into how many shares a user's rows are cut: 1 unless the keys alone leave most of a GPU idle.
 
     From shapes only, so that the result does not depend on the device: below 128 programs, as many shares as bring it

@@ -6,7 +6,8 @@ the user batch size too. Where the arithmetic is per candidate (attention, dots)
 into tiles (`_packing.py`) so that user rows are read once per tile. Inputs arrive checked and in one dtype.
 
 Shape letters: U users, B candidates, K features (Ku, Kc: of the user, of a candidate), D embedding size, M outputs, S
-seeds (query rows per candidate), T history rows, H heads, G query heads per key head, N tiles of R candidates, P pairs.
+seeds (query rows per candidate), X query rows of a user's own, T history rows, H heads, G query heads per key head, N
+tiles of R candidates, P pairs.
 """
 
 from __future__ import annotations
@@ -104,9 +105,13 @@ def cross_attention(
     offsets: Tensor | None,
     kv_lengths_U: Tensor | None,
     scale: float,
-) -> Tensor:
-    dtype, wide = query_BSHD.dtype, _accumulation(query_BSHD.dtype)
-    query_BSHD, key_UTHD, value_UTHD = query_BSHD.to(wide), key_UTHD.to(wide), value_UTHD.to(wide)
+    user_query_UXHD: Tensor | None = None,
+    with_lse: bool = False,
+) -> list[Tensor]:
+    """The candidates' result and, where users have query rows of their own, theirs; then, if asked for, the log-sum-exp
+    of each."""
+    wide = _accumulation(query_BSHD.dtype)
+    key_UTHD, value_UTHD = key_UTHD.to(wide), value_UTHD.to(wide)
     history = key_UTHD.shape[1]
     if not isinstance(history, int) or history == 0:
         # Torch's attention kernel for the CPU divides by the number of keys. A dynamic number may be 0.
@@ -114,20 +119,60 @@ def cross_attention(
         if kv_lengths_U is None:
             kv_lengths_U = to_user_B.new_full((key_UTHD.shape[0],), history)
     packing = pack_candidates(to_user_B, offsets, key_UTHD.shape[0])
-    attend_N11T = padding_UT = None
+    attend_UT = padding_UT = empty_U = None
     if kv_lengths_U is not None:
         valid_UT = torch.arange(key_UTHD.shape[1], device=key_UTHD.device) < kv_lengths_U[:, None]
-        padding_UT = ~valid_UT
+        padding_UT, empty_U = ~valid_UT, kv_lengths_U == 0
         # Without a history there is nothing to normalise by: attend to the zeros, whose result and gradients are zero.
-        attend_N11T = packing.per_tile(valid_UT | (kv_lengths_U == 0)[:, None])[:, None, None, :]
+        attend_UT = valid_UT | empty_U[:, None]
+    of_users = None
+    if user_query_UXHD is not None:
+        if padding_UT is not None:
+            key_UTHD, value_UTHD = (x.masked_fill(padding_UT[:, :, None, None], 0) for x in (key_UTHD, value_UTHD))
+            padding_UT = None
+        query_U1XHD = user_query_UXHD.to(wide)[:, None]
+        of_users = _attend(query_U1XHD, key_UTHD, value_UTHD, attend_UT, empty_U, scale, with_lse)
+    key_NTHD, value_NTHD = (_clean_per_tile(packing, x, padding_UT) for x in (key_UTHD, value_UTHD))
+    attend_NT = None if attend_UT is None else packing.per_tile(attend_UT)
+    empty_N = None if empty_U is None or not with_lse else packing.per_tile(empty_U)
+    query_NRSHD = packing.to_tiles(query_BSHD.to(wide))
+    of_cands = _attend(query_NRSHD, key_NTHD, value_NTHD, attend_NT, empty_N, scale, with_lse)
+    results = [[packing.from_tiles(x) for x in of_cands]]
+    if of_users is not None:
+        results.append([x[:, 0] for x in of_users])
+    outs = [out.to(query_BSHD.dtype) for out, *_ in results]
+    return outs + [lse for _, *lses in results for lse in lses]
+
+
+def _attend(
+    query_NRSHD: Tensor,
+    key_NTHD: Tensor,
+    value_NTHD: Tensor,
+    attend_NT: Tensor | None,
+    empty_N: Tensor | None,
+    scale: float,
+    with_lse: bool,
+) -> list[Tensor]:
+    """Each tile's rows over its own keys: `[N, R, S, H, D]`, then the log-sum-exp `[N, R, S, H]` if asked for.
+
+    Keys and values that are not there are zeros. Tiles without any attend to one of those, and get -inf.
+    """
+    rows_NHRD = _fold_query_heads(query_NRSHD, key_NTHD.shape[2])
+    key_NHTD = key_NTHD.transpose(1, 2)
+    attend_N11T = None if attend_NT is None else attend_NT[:, None, None, :]
     out_NHRD = F.scaled_dot_product_attention(
-        _fold_query_heads(packing.to_tiles(query_BSHD), key_UTHD.shape[2]),
-        _clean_per_tile(packing, key_UTHD, padding_UT).transpose(1, 2),
-        _clean_per_tile(packing, value_UTHD, padding_UT).transpose(1, 2),
-        attn_mask=attend_N11T,
-        scale=scale,
+        rows_NHRD, key_NHTD, value_NTHD.transpose(1, 2), attn_mask=attend_N11T, scale=scale
     )
-    return packing.from_tiles(_unfold_query_heads(out_NHRD, packing.rows, query_BSHD.shape)).to(dtype)
+    results = [_unfold_query_heads(out_NHRD, query_NRSHD.shape)]
+    if with_lse:
+        scores_NHRT = torch.matmul(rows_NHRD * scale, key_NHTD.mT)
+        if attend_N11T is not None:
+            scores_NHRT = scores_NHRT.masked_fill(~attend_N11T, float("-inf"))
+        lse_NHR = scores_NHRT.logsumexp(-1)
+        if empty_N is not None:
+            lse_NHR = lse_NHR.masked_fill(empty_N[:, None, None], float("-inf"))
+        results.append(_unfold_query_heads(lse_NHR[..., None], query_NRSHD.shape)[..., 0])
+    return results
 
 
 def _clean_per_tile(packing: Packing, x_UTHD: Tensor, padding_UT: Tensor | None) -> Tensor:
@@ -155,9 +200,10 @@ def _fold_query_heads(query_NRSHD: Tensor, key_heads: int) -> Tensor:
     return grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
 
 
-def _unfold_query_heads(out_NHRD: Tensor, rows: int, query_shape: torch.Size) -> Tensor:
+def _unfold_query_heads(out_NHRD: Tensor, query_shape: torch.Size) -> Tensor:
+    """Back to `[N, R, S, H, D]`, the shape of the queries (D may differ)."""
     key_heads = out_NHRD.shape[1]
-    split = out_NHRD.unflatten(2, (rows, query_shape[1], query_shape[2] // key_heads))
+    split = out_NHRD.unflatten(2, (*query_shape[1:3], query_shape[3] // key_heads))
     return split.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
 
 

@@ -1,12 +1,12 @@
 """`IKBOCrossAttention`: target attention of candidates over their user's history, projections included.
 
-Shape letters: U users, B candidates, S seeds (query rows per candidate), T history rows, E/Eu embedding sizes, H
-heads, D head size.
+Shape letters: U users, B candidates, S seeds (query rows per candidate), X query rows of a user's own, T history
+rows, E/Eu embedding sizes, H heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ class IKBOCrossAttention(nn.Module):
     `in_proj_weight` where all three projections have the same shape, otherwise `q_proj_weight`, `k_proj_weight` and
     `v_proj_weight`; `in_proj_bias`; `out_proj`. A user without history contributes zeros, so its candidates get
     `out_proj.bias`.
+
+    With `user_query` the user's own rows attend to the same keys and values with the same weights, and are returned as
+    well: self-attention and target attention of one layer in one pass, with no parameter more.
 
     Args:
         embed_dim: E, of the candidates and of the result.
@@ -129,6 +132,32 @@ class IKBOCrossAttention(nn.Module):
         module.out_proj.weight, module.out_proj.bias = dense.out_proj.weight, dense.out_proj.bias
         return module.train(dense.training)
 
+    @overload
+    def forward(
+        self,
+        user: Tensor,
+        candidate: Tensor,
+        index: CandidateIndex | Tensor,
+        lengths: Tensor | None = ...,
+        *,
+        user_query: None = ...,
+        offsets: Tensor | None = ...,
+        max_length: int | None = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        user: Tensor,
+        candidate: Tensor,
+        index: CandidateIndex | Tensor,
+        lengths: Tensor | None = ...,
+        *,
+        user_query: Tensor,
+        offsets: Tensor | None = ...,
+        max_length: int | None = ...,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def forward(
         self,
         user: Tensor,
@@ -136,9 +165,10 @@ class IKBOCrossAttention(nn.Module):
         index: CandidateIndex | Tensor,
         lengths: Tensor | None = None,
         *,
+        user_query: Tensor | None = None,
         offsets: Tensor | None = None,
         max_length: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
@@ -146,52 +176,68 @@ class IKBOCrossAttention(nn.Module):
             candidate: `[B, S, E]`.
             index: a `CandidateIndex`, or `to_user` int32/int64 `[B]`.
             lengths: `[U]` valid rows of each user in padded `user`; all by default.
+            user_query: `[U, X, E]`, rows of the users' own that attend to their user's rows: `user` itself for
+                self-attention, where Eu is E. All X are computed: padding among them must be finite.
             offsets: `[U + 1]` where each user's rows begin in jagged `user`.
             max_length: an upper bound of the jagged lengths, see `kernels.cross_attention`.
 
         Returns:
-            `[B, S, E]`. Errors as `kernels.cross_attention`.
+            `[B, S, E]`; with `user_query` the pair of it and `[U, X, E]`. Errors as `kernels.cross_attention`.
         """
-        self._check_inputs(user, candidate, jagged=offsets is not None)
+        self._check_inputs(user, candidate, user_query, jagged=offsets is not None)
+        options: dict[str, Any] = {"kv_lengths": lengths, "kv_offsets": offsets, "max_kv_length": max_length}
         query, key, value = self._project(user, candidate)
-        attended = kernels.cross_attention(
-            query, key, value, index, kv_lengths=lengths, kv_offsets=offsets, max_kv_length=max_length
-        )
-        return self.out_proj(attended.flatten(-2))
+        if user_query is None:
+            attended = kernels.cross_attention(query, key, value, index, **options)
+            return self.out_proj(attended.flatten(-2))
+        both = kernels.cross_attention(query, key, value, index, user_query=self._project_query(user_query), **options)
+        candidates, users = (self.out_proj(x.flatten(-2)) for x in both)
+        return candidates, users
+
+    def _project_query(self, rows: Tensor) -> Tensor:
+        """Queries by head, of candidates or of users."""
+        query_dim = self._widths[0]
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[:query_dim]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[:query_dim]
+        return F.linear(rows, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _project(self, user: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the candidates, keys and values of the users, by head."""
         query_dim, key_dim = self._widths
         key_heads = (self.num_kv_heads, self.head_dim)
-        bias_q = bias_kv = bias_k = bias_v = None
+        bias_kv = bias_k = bias_v = None
         if self.in_proj_bias is not None:
-            bias_q, bias_kv = self.in_proj_bias[:query_dim], self.in_proj_bias[query_dim:]
+            bias_kv = self.in_proj_bias[query_dim:]
         if self.in_proj_weight is not None:
             # One matmul for both: the operator reads keys and values where they lie.
-            query = F.linear(candidate, self.in_proj_weight[:query_dim], bias_q)
             both = F.linear(user, self.in_proj_weight[query_dim:], bias_kv).unflatten(-1, (2, *key_heads))
             key, value = both.unbind(-3)
         else:
             if bias_kv is not None:
                 bias_k, bias_v = bias_kv[:key_dim], bias_kv[key_dim:]
-            query = F.linear(candidate, self.q_proj_weight, bias_q)
             key = F.linear(user, self.k_proj_weight, bias_k).unflatten(-1, key_heads)
             value = F.linear(user, self.v_proj_weight, bias_v).unflatten(-1, key_heads)
-        return query.unflatten(-1, (self.num_heads, self.head_dim)), key, value
+        return self._project_query(candidate), key, value
 
-    def _check_inputs(self, user: Tensor, candidate: Tensor, jagged: bool) -> None:
-        for name, tensor in (("user", user), ("candidate", candidate)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    def _check_inputs(self, user: Tensor, candidate: Tensor, user_query: Tensor | None, jagged: bool) -> None:
+        if not isinstance(user, Tensor):
+            raise TypeError(f"user must be a tensor, got {type(user).__name__}")
         layout = "[sum T, Eu]" if jagged else "[U, T, Eu]"
         if user.dim() != (2 if jagged else 3):
             raise ValueError(f"user must be {layout}, got shape {tuple(user.shape)}")
-        if candidate.dim() != 3:
-            raise ValueError(f"candidate must be [B, S, E], got shape {tuple(candidate.shape)}")
         if user.shape[-1] != self.user_dim:
             raise ValueError(f"user has embedding size {user.shape[-1]} but user_dim is {self.user_dim}")
-        if candidate.shape[-1] != self.embed_dim:
-            raise ValueError(f"candidate has embedding size {candidate.shape[-1]} but embed_dim is {self.embed_dim}")
+        self._check_rows("candidate", candidate, "[B, S, E]")
+        if user_query is not None:
+            self._check_rows("user_query", user_query, "[U, X, E]")
+
+    def _check_rows(self, name: str, rows: Tensor, layout: str) -> None:
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(rows).__name__}")
+        if rows.dim() != 3:
+            raise ValueError(f"{name} must be {layout}, got shape {tuple(rows.shape)}")
+        if rows.shape[-1] != self.embed_dim:
+            raise ValueError(f"{name} has embedding size {rows.shape[-1]} but embed_dim is {self.embed_dim}")
 
     def extra_repr(self) -> str:
         return (

@@ -17,7 +17,10 @@ from tests.compile.helper import (
     descriptor,
 )
 
-POINTERS = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32"}
+POINTERS = {
+    **{"lse_ptr": "*fp32", "ulse_ptr": "*fp32", "delta_ptr": "*fp32", "udelta_ptr": "*fp32"},
+    **{"table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32"},
+}
 
 
 def _signature(kernel: Any, dtype: str, constexprs: dict[str, Any], index: str = "*i64") -> dict[str, str]:
@@ -33,11 +36,13 @@ def _signature(kernel: Any, dtype: str, constexprs: dict[str, Any], index: str =
     return types
 
 
-def _forward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
-    from ikbo_recsys.kernels._attention_hopper import _FORWARD_TILES
-    from ikbo_recsys.kernels._gluon.cross_attention import attention_forward
+def _forward(head_size: int, dtype: str = "bf16", both: bool = False, **how: Any) -> Compiled:
+    from ikbo_recsys.kernels._attention_hopper import FORWARD_TILES
+    from ikbo_recsys.kernels._gluon.cross_attention import attention_forward, attention_forward_both
 
-    tile = _FORWARD_TILES[head_size]
+    kernel = attention_forward_both if both else attention_forward
+
+    tile = FORWARD_TILES[head_size]
     constexprs = {
         **{"KEYS": tile.keys, "D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "JAGGED": False},
         **{"GATHER": False, "PERMUTED": False, "STORE_LSE": False},
@@ -45,20 +50,24 @@ def _forward(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
         **how,
     }
     rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, tile.keys, 1, head_size])
-    signature = _signature(attention_forward, dtype, constexprs)
-    signature |= {"q_desc": rows, "o_desc": rows, "k_desc": keys, "v_desc": keys}
-    aligned = ["q_ptr", "out_ptr", "lse_ptr", "table_ptr"]
-    return compile_kernel(attention_forward, signature, constexprs, aligned=aligned, num_warps=4)
+    signature = _signature(kernel, dtype, constexprs) | _descriptors(kernel, rows, keys)
+    aligned = [name for name in signature if name.endswith("_ptr") and name != "permutation_ptr"]
+    return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4)
 
 
-def _backward(name: str, head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
+def _descriptors(kernel: Any, rows: str, keys: str) -> dict[str, str]:
+    names = [name for name in kernel.arg_names if name.endswith("_desc")]
+    return {name: keys if name in ("k_desc", "v_desc") else rows for name in names}
+
+
+def _backward(name: str, head_size: int, dtype: str = "bf16", both: bool = False, **how: Any) -> Compiled:
     """The kernel for "query" or for "key_value"."""
     from ikbo_recsys.kernels import _attention_hopper as hopper
-    from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
-    from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
+    from ikbo_recsys.kernels._gluon import cross_attention_backward, cross_attention_backward_query
 
-    kernel = attention_backward_query if name == "query" else attention_backward_key_value
-    tile = (hopper._BACKWARD_QUERY_TILES if name == "query" else hopper._BACKWARD_TILES)[head_size]
+    module = cross_attention_backward_query if name == "query" else cross_attention_backward
+    kernel = getattr(module, f"attention_backward_{name}" + ("_both" if both else ""))
+    tile = (hopper.BACKWARD_QUERY_TILES if name == "query" else hopper.BACKWARD_TILES)[head_size]
     layout = {"JAGGED": True} if name == "query" else {"KV_LAYOUT": 2}
     constexprs = {
         **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "PERMUTED": False},
@@ -67,11 +76,9 @@ def _backward(name: str, head_size: int, dtype: str = "bf16", **how: Any) -> Com
         **how,
     }
     rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, 64, 1, head_size])
-    signature = _signature(kernel, dtype, constexprs)
-    signature |= {"q_desc": rows, "g_desc": rows, "k_desc": keys, "v_desc": keys}
-    aligned = [
-        name for name in signature if name in ("lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "table_ptr")
-    ]
+    signature = _signature(kernel, dtype, constexprs) | _descriptors(kernel, rows, keys)
+    indices = ("permutation_ptr", "offsets_ptr", "kv_ptr")
+    aligned = [name for name in signature if name.endswith("_ptr") and name not in indices]
     return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4)
 
 
@@ -91,9 +98,10 @@ HEAD_SIZES = [pytest.param(64, marks=pytest.mark.slow), 128]
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("how", [{"JAGGED": True}, {"GATHER": True, "PERMUTED": True, "STORE_LSE": True}])
-def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
-    compiled = _forward(head_size, **how)
+def test_hopper_forward(head_size: int, both: bool, how: dict[str, Any]) -> None:
+    compiled = _forward(head_size, both=both, **how)
     assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
     # The producer may keep a few words in local memory. A consumer that did would do so at every block of keys.
@@ -101,20 +109,22 @@ def test_hopper_forward(head_size: int, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("name", ["query", "key_value"])
-def test_hopper_backward(head_size: int, name: str) -> None:
-    compiled = _backward(name, head_size, PERMUTED=True)
+def test_hopper_backward(head_size: int, name: str, both: bool) -> None:
+    compiled = _backward(name, head_size, both=both, PERMUTED=True)
     assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
     assert compiled.resources["STACK"] <= 64, compiled.resources
 
 
-def test_hopper_forward_waits_for_values_after_the_softmax() -> None:
+@pytest.mark.parametrize("both", [False, True])
+def test_hopper_forward_waits_for_values_after_the_softmax(both: bool) -> None:
     """Order of the main loop: Q.K and P.V are issued, Q.K is waited for, the exponentials, and only then P.V's wait.
 
     ptxas moves that last wait above the softmax unless something keeps it back, and the matmul then hides nothing.
     """
-    runs = _runs(_forward(128, STORE_LSE=True), "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
+    runs = _runs(_forward(128, both=both, STORE_LSE=True), "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
     issues = [i for i, run in enumerate(runs) if run == ("HGMMA", 16)]
     # Two consumers, each with a main loop and the step between two items.
     assert len(issues) == 4, runs
@@ -129,17 +139,42 @@ CRAMPED = {"sm_80": 101376, "gfx942": 65536}
 """Bytes of shared memory per block; 99 KB is what consumer GPUs with the instructions of an sm_80 have."""
 
 
+def _portable_kernels(narrow: bool, both: bool) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Forward, dq, and dk and dv: the kernel, its tile table, the constants of its own."""
+    from ikbo_recsys.kernels import _attention_launch as launch
+    from ikbo_recsys.kernels._triton import (
+        cross_attention,
+        cross_attention_backward,
+        cross_attention_backward_query,
+        cross_attention_both,
+    )
+
+    names = ("attention_forward", "attention_backward_query", "attention_backward_key_value")
+    modules = (cross_attention, cross_attention_backward_query, cross_attention_backward)
+    kernels = [getattr(module, name) for module, name in zip(modules, names, strict=True)]
+    if both:
+        kernels = [getattr(cross_attention_both, name + "_both") for name in names]
+    backward = {"SCALE": 0.1, "NEED_DQ": True, "GRAD_LSE": True} | ({"NEED_USER_DQ": True} if both else {})
+    return [
+        (kernels[0], launch.FORWARD_16BIT if narrow else launch.FORWARD_32BIT, {"STORE_LSE": True}),
+        (kernels[1], launch.BACKWARD_QUERY_16BIT if narrow else launch.BACKWARD_32BIT, backward),
+        (
+            kernels[2],
+            launch.BACKWARD_KEY_VALUE_16BIT if narrow else launch.BACKWARD_32BIT,
+            {"SCALE": 0.1, "SPLITS": 1, "NEED_DK": True, "NEED_DV": True},
+        ),
+    ]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize(("dtype", "head_size"), [("bf16", 96), ("fp16", 256), ("fp32", 96)])
 @pytest.mark.parametrize(
     ("target", "limit", "is_cramped"),
     [*((target, limit, False) for target, limit in ROOMY.items()), *((*x, True) for x in CRAMPED.items())],
 )
-def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_size: int) -> None:
-    from ikbo_recsys.kernels import _attention_launch as launch
+def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_size: int, both: bool) -> None:
     from ikbo_recsys.kernels._tiles import pick
-    from ikbo_recsys.kernels._triton import cross_attention as forward
-    from ikbo_recsys.kernels._triton import cross_attention_backward as backward
 
     assert target in TARGETS
     block = 1 << (head_size - 1).bit_length()
@@ -147,29 +182,13 @@ def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_si
         **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": head_size, "BLOCK_D": block, "KV_LAYOUT": 2},
         **{"PERMUTED": True, "PRECISION": "ieee"},
     }
-    narrow = dtype != "fp32"
-    for kernel, table, more in (
-        (
-            forward.attention_forward,
-            launch._FORWARD_16BIT if narrow else launch._FORWARD_32BIT,
-            {"STORE_LSE": True},
-        ),
-        (
-            backward.attention_backward_query,
-            launch._BACKWARD_QUERY_16BIT if narrow else launch._BACKWARD_32BIT,
-            {"SCALE": 0.1, "NEED_DQ": True},
-        ),
-        (
-            backward.attention_backward_key_value,
-            launch._BACKWARD_KEY_VALUE_16BIT if narrow else launch._BACKWARD_32BIT,
-            {"SCALE": 0.1, "SPLITS": 1, "NEED_DK": True, "NEED_DV": True},
-        ),
-    ):
+    for kernel, table, more in _portable_kernels(dtype != "fp32", both):
         tile = pick(table, head_size=head_size, user_rows=4096)
         tile = tile.halved() if is_cramped else tile
         constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
         signature = _signature(kernel, dtype, constexprs)
-        aligned = [name for name in signature if name.startswith("stride") or name in ("q_ptr", "k_ptr", "v_ptr")]
+        pointers = ("q_ptr", "uq_ptr", "k_ptr", "v_ptr")
+        aligned = [name for name in signature if name.startswith("stride") or name in pointers]
         compiled = compile_kernel(
             kernel, signature, constexprs, target=target, aligned=aligned, num_warps=tile.warps, num_stages=tile.stages
         )
@@ -177,11 +196,10 @@ def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_si
 
 
 def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
-    from ikbo_recsys.kernels._triton.schedule import fill_tile_table
+    from ikbo_recsys.kernels._triton.schedule import fill_tile_table, fill_tile_table_both
 
-    for chained in (False, True):
-        constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": 64, "STEP": 16, "CHAINED": chained}
-        compiled = compile_kernel(
-            fill_tile_table, _signature(fill_tile_table, "fp16", constexprs), constexprs, num_warps=4
-        )
-        assert_no_spills(compiled)
+    for kernel in (fill_tile_table, fill_tile_table_both):
+        for chained in (False, True):
+            constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": 64, "STEP": 16, "CHAINED": chained}
+            signature = _signature(kernel, "fp16", constexprs)
+            assert_no_spills(compile_kernel(kernel, signature, constexprs, num_warps=4))

@@ -51,7 +51,9 @@ def _zeros(shape: Any, dtype: torch.dtype, layout: Any = None) -> Value:
     return Value(torch.zeros([number(n) for n in shape], dtype=dtype))
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Value:
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(yes, Pointer):
+        return yes if raw(condition) else no
     a, b = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (raw(yes), raw(no)))
     if not isinstance(raw(yes), Tensor) and isinstance(raw(no), Tensor):
         a = a.to(b.dtype)

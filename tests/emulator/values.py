@@ -76,6 +76,9 @@ class Value:
     def __neg__(self) -> Value:
         return Value(-self.x)
 
+    def __invert__(self) -> Value:
+        return Value(~self.x)
+
     def __hash__(self) -> int:
         return id(self)
 

@@ -1,11 +1,16 @@
 """What the attention kernels for Hopper share: turns, rings, tiles, rows in and out. Device code only.
 
+Each kernel has a second form, `_both`, in which users have query rows of their own, in a tensor of their own: arguments
+that begin with u are theirs, and None in the first form. A tile of own rows has `~row`, a negative number, for its row.
+
 Letters: N packed query rows (candidates * seeds), H query heads, D head size.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from ikbo_recsys.kernels._gluon._compat import tma_load
 
 
 def _rescale_assembly(registers: int) -> tuple[str, str]:
@@ -104,6 +109,31 @@ def whole_row(permutation_ptr, row, end, seeds, PERMUTED: gl.constexpr):
 
 
 @gluon.jit
+def _load_pair(q_desc, g_desc, place, head, barrier, q_buf, g_buf):
+    tma_load(q_desc, [place, head, 0], barrier, q_buf)
+    if g_desc is not None:
+        tma_load(g_desc, [place, head, 0], barrier, g_buf)
+
+
+@gluon.jit
+def load_rows(
+    q_desc, g_desc, uq_desc, ug_desc, permutation_ptr, row, skip, end, head, seeds, barrier, q_buf, g_buf,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Start loading 64 rows of a tile, `skip` behind its first: of the query and, unless it is None, of the
+    gradient."""
+    if uq_desc is None:
+        place = whole_row(permutation_ptr, row + skip, end, seeds, PERMUTED)
+        _load_pair(q_desc, g_desc, place, head, barrier, q_buf, g_buf)
+    else:
+        if row < 0:
+            _load_pair(uq_desc, ug_desc, ~row + skip, head, barrier, q_buf, g_buf)
+        else:
+            place = whole_row(permutation_ptr, row + skip, end, seeds, PERMUTED)
+            _load_pair(q_desc, g_desc, place, head, barrier, q_buf, g_buf)
+
+
+@gluon.jit
 def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
     """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
@@ -134,20 +164,25 @@ def _gather_query(q_ptr, places, buf, row, end, head, stride_qh, D: gl.constexpr
 
 @gluon.jit
 def gather_item(
-    table_ptr, item, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, stride_qb,
-    stride_qs, stride_qh,
+    table_ptr, item, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, user_seeds,
+    stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
     """Start copying the query rows of both consumers for an item. Strides are in units of 8 elements."""
     row, end, _where, _keys = read_tile(table_ptr, item, heads)
     # All the look-ups at once, through shared memory: piece by piece each would wait for memory in its turn.
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    rows = row + gl.arange(0, 128, layout=layout)
-    cand = rows // seeds
-    seed = rows - cand * seeds
-    if PERMUTED:
-        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
-    places.store(cand * stride_qb + seed * stride_qs)
+    if uq_ptr is None:
+        _place_rows(places, permutation_ptr, row, end, seeds, stride_qb, stride_qs, layout, PERMUTED)
+    else:
+        is_own = row < 0
+        if is_own:
+            _place_rows(places, permutation_ptr, ~row, end, user_seeds, stride_uqb, stride_uqs, layout, False)
+        else:
+            _place_rows(places, permutation_ptr, row, end, seeds, stride_qb, stride_qs, layout, PERMUTED)
+        row = gl.where(is_own, ~row, row)
+        q_ptr = gl.where(is_own, uq_ptr, q_ptr)
+        stride_qh = gl.where(is_own, stride_uqh, stride_qh)
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(stage * 2 + i), phase ^ 1)
         _gather_query(
@@ -155,6 +190,18 @@ def gather_item(
             stride_qh,
             D, HEAD_SIZE,
         )  # fmt: skip
+
+
+@gluon.jit
+def _place_rows(
+    places, permutation_ptr, row, end, seeds, stride_b, stride_s, layout: gl.constexpr, PERMUTED: gl.constexpr
+):
+    rows = row + gl.arange(0, 128, layout=layout)
+    cand = rows // seeds
+    seed = rows - cand * seeds
+    if PERMUTED:
+        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
+    places.store(cand * stride_b + seed * stride_s)
 
 
 @gluon.jit

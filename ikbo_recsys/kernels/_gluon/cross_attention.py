@@ -31,16 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ikbo_recsys.kernels._gluon._attention_parts import (
     advance,
     gather_item,
+    load_rows,
     read_tile,
     rescale,
-    store_lse,
-    store_rows,
     turn_pass,
-    turn_wait,
-    whole_row,
     zero_rows,
 )
-from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store, wait_for_primary_grid
+from ikbo_recsys.kernels._gluon._attention_softmax import finish, first_softmax, issue, next_softmax
+from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 
 
 @gluon.jit
@@ -84,8 +82,9 @@ def _load_values(
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed, places,
-    table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
+    q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+    places, table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds, stride_qb, stride_qs,
+    stride_qh, stride_uqb, stride_uqs, stride_uqh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
     GATHER: gl.constexpr,
     PERMUTED: gl.constexpr,
@@ -104,8 +103,9 @@ def _producer(
     if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
         if gl.program_id(0) < items:
             gather_item(
-                table_ptr, gl.program_id(0), heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, 0, 0, seeds,
-                stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
+                table_ptr, gl.program_id(0), heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, 0, 0,
+                seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
+                D, HEAD_SIZE, PERMUTED,
             )  # fmt: skip
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, end, where, keys = read_tile(table_ptr, item, heads)
@@ -116,8 +116,11 @@ def _producer(
             for i in gl.static_range(2):
                 mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
                 mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
-                q_row = whole_row(permutation_ptr, row + i * 64, end, seeds, PERMUTED)
-                tma_load(q_desc, [q_row, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
+                load_rows(
+                    q_desc, None, uq_desc, None, permutation_ptr, row, i * 64, end, head, seeds,
+                    q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i), None,
+                    PERMUTED,
+                )  # fmt: skip
             qs, qp = advance(qs, qp, 2)
         _load_block(k_desc, k_full, k_empty, k_bufs, where, (blocks - 1) * KEYS, kv_head, ks, kp, KEYS, D, JAGGED)
         ks, kp = advance(ks, kp, STAGES)
@@ -147,8 +150,9 @@ def _producer(
             following = item + gl.num_programs(0)
             if following < items:
                 gather_item(
-                    table_ptr, following, heads, q_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp, seeds,
-                    stride_qb, stride_qs, stride_qh, D, HEAD_SIZE, PERMUTED,
+                    table_ptr, following, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp,
+                    seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
+                    D, HEAD_SIZE, PERMUTED,
                 )  # fmt: skip
         where_v = where + 0
         head_v = kv_head + 0
@@ -160,88 +164,9 @@ def _producer(
 
 
 @gluon.jit
-def _first_softmax(
-    scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr
-):
-    """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
-
-    A user without keys has no maximum: any finite one makes all weights 0.
-    """
-    last = (gl.maximum((keys + KEYS - 1) // KEYS, 1) - 1) * KEYS
-    column = last + gl.arange(0, KEYS, layout=gl.SliceLayout(0, mma))
-    scores = gl.where((column < keys)[None, :], scores, float("-inf"))
-    row_max = gl.max(scores, 1) * qk_scale
-    row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
-    weights = gl.exp2(scores * qk_scale - row_max[:, None])
-    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written
-    # here: without them the assembler moves all of this behind the wait for P.V.
-    none = _partial_sums(gl.zeros_like(weights), KEYS)
-    first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
-    whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
-    return row_max, gl.where(first, whole[:, None], none), gl.convert_layout(weights.to(dtype), operand)
-
-
-@gluon.jit
-def _partial_sums(weights, KEYS: gl.constexpr):
-    """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an
-    item."""
-    return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
-
-
-@gluon.jit
-def _next_softmax(scores, row_max, row_sum, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, operand: gl.constexpr):
-    """A later block's weights, the new maximum and sums, and by what the accumulator has to be multiplied."""
-    seen = gl.max(scores, 1) * qk_scale
-    new_max = gl.where(seen > row_max + 8.0, seen, row_max)
-    factor = gl.exp2(row_max - new_max)
-    weights = gl.exp2(scores * qk_scale - new_max[:, None])
-    part = _partial_sums(weights, KEYS)
-    row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
-    return new_max, row_sum, factor, gl.convert_layout(weights.to(dtype), operand)
-
-
-@gluon.jit
-def _issue(
-    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr
-):
-    """In this consumer's turn on the tensor cores: start the product with keys, and the one with values behind it."""
-    turn_wait(WHO)
-    scores = warpgroup_mma(query, k_buf.reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready, v_phase)
-    out = warpgroup_mma(weights, v_buf.reshape([KEYS, D]), out, is_async=True)
-    turn_pass(WHO)
-    return scores, out
-
-
-@gluon.jit
-def _finish(
-    o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, first, end, head, heads, seeds,
-    mma: gl.constexpr, mmo: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, GATHER: gl.constexpr,
-    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
-):  # fmt: skip
-    """Normalise 64 rows and send them off: whole boxes by TMA, what a user's last tile has by ordinary stores."""
-    dtype: gl.constexpr = o_desc.dtype
-    whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
-    inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
-    out = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
-    if STORE_LSE:
-        lse2 = row_max + gl.log2(whole_sum)
-        store_lse(lse_ptr, permutation_ptr, lse2, first, end, head, heads, seeds, mma, PERMUTED)
-    if GATHER:
-        store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
-    else:
-        if first + 64 <= end:
-            o_buf.reshape([64, D]).store(out)
-            fence_async_shared()
-            tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
-        else:
-            store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
-
-
-@gluon.jit
 def _consumer(
-    WHO: gl.constexpr, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+    WHO: gl.constexpr, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads, seeds,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
     PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -271,7 +196,7 @@ def _consumer(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(0), count=1)
         ks, kp = advance(ks, kp, STAGES)
-        row_max, row_sum, weights = _first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand)
+        row_max, row_sum, weights = first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand)
         for item in range(gl.program_id(0), items, step):
             more = item + step < items
             next_row, next_end, _w, next_keys = read_tile(table_ptr, gl.where(more, item + step, item), heads)
@@ -280,13 +205,13 @@ def _consumer(
             blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
             for j in range(1, blocks):
                 mbarrier.wait(k_full.index(ks), kp)
-                scores_t, out_t = _issue(
+                scores_t, out_t = issue(
                     WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
                 )
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
                 ks, kp = advance(ks, kp, STAGES)
-                row_max, row_sum, factor, weights_n = _next_softmax(
+                row_max, row_sum, factor, weights_n = next_softmax(
                     scores, row_max, row_sum, qk_scale, dtype, KEYS, operand
                 )
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
@@ -304,13 +229,13 @@ def _consumer(
             mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
             following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
-            scores_t, out_t = _issue(
+            scores_t, out_t = issue(
                 WHO, following, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
             )
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
             ks, kp = advance(ks, kp, STAGES)
-            next_max, next_sum, weights_n = _first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand)
+            next_max, next_sum, weights_n = first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand)
             if not GATHER:
                 tma.store_wait(0)
             # The same barrier to reordering as above.
@@ -318,10 +243,22 @@ def _consumer(
             out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
             mbarrier.arrive(v_empty.index(vs), count=1)
             vs, vp = advance(vs, vp, STAGES)
-            _finish(
-                o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
-                item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
-            )  # fmt: skip
+            if uo_desc is None:
+                finish(
+                    o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
+                    item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
+                )  # fmt: skip
+            else:
+                if row < 0:
+                    finish(
+                        uo_desc, o_buf, uout_ptr, ulse_ptr, permutation_ptr, out, row_max, row_sum, ~row + WHO * 64,
+                        end, item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, False, STORE_LSE,
+                    )  # fmt: skip
+                else:
+                    finish(
+                        o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
+                        item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
+                    )  # fmt: skip
             row = next_row + 0
             end = next_end + 0
             keys = next_keys + 0
@@ -332,27 +269,16 @@ def _consumer(
             tma.store_wait(0)
 
 
-SIZES = [
-    *("permutation_ptr", "heads", "group", "seeds", "stride_qb", "stride_qs", "stride_qh"),
-]
-
-
-@gluon.jit(do_not_specialize=SIZES)
-def attention_forward(
-    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, permutation_ptr, qk_scale, heads, group, seeds,
-    stride_qb, stride_qs, stride_qh,
+@gluon.jit
+def _attention(
+    q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, table_ptr,
+    permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
+    stride_uqs, stride_uqh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
     GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`,
-    natural.
-
-    Descriptors: q and o `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by KEYS rows (U = 1 when jagged). With GATHER
-    the query rows are copied one by one from `q_ptr`, through the permutation and with any strides, and q_desc is not
-    read. `qk_scale` is scale * log2(e), and must be positive. D is the padded head size; columns from HEAD_SIZE on read
-    as zeros.
-    """
+    """The body of both kernels."""
     dtype: gl.constexpr = k_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [2, 64, 1, D], o_desc.layout)
@@ -384,29 +310,83 @@ def attention_forward(
             (
                 _consumer,
                 (
-                    0, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+                    0, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads,
+                    seeds,
                     KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
                 ),
             ),
             (
                 _consumer,
                 (
-                    1, o_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    table_ptr, items, out_ptr, lse_ptr, permutation_ptr, qk_scale, heads, seeds,
+                    1, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads,
+                    seeds,
                     KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
                 ),
             ),
             (
                 _producer,
                 (
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                    q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, landed, places,
-                    table_ptr, items, q_ptr, permutation_ptr, heads, group, seeds, stride_qb, stride_qs, stride_qh,
+                    table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds, stride_qb,
+                    stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
                     KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED,
                 ),
             ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+SIZES = [
+    *("permutation_ptr", "heads", "group", "seeds", "user_seeds", "stride_qb", "stride_qs", "stride_qh"),
+    *("stride_uqb", "stride_uqs", "stride_uqh"),
+]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_forward(
+    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, permutation_ptr, qk_scale, heads, group, seeds,
+    stride_qb, stride_qs, stride_qh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`,
+    natural.
+
+    Descriptors: q and o `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by KEYS rows (U = 1 when jagged). With GATHER
+    the query rows are copied one by one from `q_ptr`, through the permutation and with any strides, and q_desc is not
+    read. `qk_scale` is scale * log2(e), and must be positive. D is the padded head size; columns from HEAD_SIZE on read
+    as zeros.
+    """
+    _attention(
+        q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, table_ptr,
+        permutation_ptr, qk_scale, heads, group, seeds, None, stride_qb, stride_qs, stride_qh, None, None, None,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_forward_both(
+    q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, table_ptr,
+    permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
+    stride_uqs, stride_uqh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`attention_forward` over the tiles of `fill_tile_table_both`: rows of the candidates' and of the users' queries.
+
+    uq and uo are `[U * X, H, D]` (X own rows per user), ulse `[U * X, H]`, as q, o and lse are; with GATHER own rows
+    are copied one by one as well.
+    """
+    _attention(
+        q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr,
+        table_ptr, permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
+        stride_uqb, stride_uqs, stride_uqh,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

@@ -60,12 +60,60 @@ def _key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _row_facts(
+    lse_ptr, delta_ptr, permutation_ptr, row, end, head, heads, seeds, layout: gl.constexpr, PERMUTED: gl.constexpr
+):
+    """Log-sum-exp (base 2) and delta of 64 rows; weights 2^-inf = 0 for rows past the user's last."""
+    rows = row + gl.arange(0, 64, layout=layout)
+    valid = rows < end
+    at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
+    lse2 = gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
+    return lse2, gl.load(delta_ptr + at, mask=valid, other=0.0)
+
+
+@gluon.jit
+def _load_row_tile(
+    q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr, row, end, head,
+    heads, seeds, stage, phase, tail_phase,
+    D: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Fill a stage with 64 query rows and what belongs to them. Returns the phase of `landed`."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    lse2, delta = _row_facts(lse_ptr, delta_ptr, permutation_ptr, row, end, head, heads, seeds, layout, PERMUTED)
+    q_row = whole_row(permutation_ptr, row, end, seeds, PERMUTED)
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    row_bufs.index(stage * 2).store(lse2)
+    row_bufs.index(stage * 2 + 1).store(delta)
+    if row + 64 <= end:
+        mbarrier.arrive(full.index(stage), count=1)
+        mbarrier.expect(full.index(stage), 2 * 64 * D * 2)
+        tma_load(q_desc, [q_row, head, 0], full.index(stage), q_bufs.index(stage))
+        tma_load(g_desc, [q_row, head, 0], full.index(stage), g_bufs.index(stage))
+    else:
+        # Another user's rows: their weights are 0, but 0 * NaN is NaN.
+        mbarrier.expect(landed, 2 * 64 * D * 2)
+        tma_load(q_desc, [q_row, head, 0], landed, q_bufs.index(stage))
+        tma_load(g_desc, [q_row, head, 0], landed, g_bufs.index(stage))
+        mbarrier.wait(landed, tail_phase)
+        tail_phase ^= 1
+        zero_rows(q_bufs.index(stage).reshape([64, D]), end - row, 64, D)
+        zero_rows(g_bufs.index(stage).reshape([64, D]), end - row, 64, D)
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage), count=2)
+    return tail_phase
+
+
+@gluon.jit
 def _rows_producer(
-    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty, landed,
-    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
+    landed, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, user, first_key, first, start, end,
+    key_head, heads, group, seeds, user_seeds,
     D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
     tiles = (end - start + 63) // 64
+    cand_tiles = tiles
+    if user_seeds is not None:
+        tiles += (user_seeds + 63) // 64
     if tiles > 0:
         mbarrier.expect(history, 4 * 64 * D * 2)
         for i in gl.static_range(2):
@@ -75,39 +123,32 @@ def _rows_producer(
             else:
                 tma_load(k_desc, [user, first + i * 64, key_head, 0], history, k_bufs.index(i))
                 tma_load(v_desc, [user, first + i * 64, key_head, 0], history, v_bufs.index(i))
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     stage = 0
     phase = 0
     tail_phase = 0
     for step in range(tiles * group):
         head = key_head * group + step // tiles
-        row = start + (step % tiles) * 64
-        rows = row + gl.arange(0, 64, layout=layout)
-        valid = rows < end
-        at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
-        # Rows past the user's last get weight 2^-inf = 0.
-        lse2 = gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
-        delta = gl.load(delta_ptr + at, mask=valid, other=0.0)
-        q_row = whole_row(permutation_ptr, row, end, seeds, PERMUTED)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        row_bufs.index(stage * 2).store(lse2)
-        row_bufs.index(stage * 2 + 1).store(delta)
-        if row + 64 <= end:
-            mbarrier.arrive(full.index(stage), count=1)
-            mbarrier.expect(full.index(stage), 2 * 64 * D * 2)
-            tma_load(q_desc, [q_row, head, 0], full.index(stage), q_bufs.index(stage))
-            tma_load(g_desc, [q_row, head, 0], full.index(stage), g_bufs.index(stage))
+        tile = step % tiles
+        if user_seeds is None:
+            tail_phase = _load_row_tile(
+                q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr,
+                start + tile * 64, end, head, heads, seeds, stage, phase, tail_phase,
+                D, PERMUTED,
+            )  # fmt: skip
         else:
-            # Another user's rows: their weights are 0, but 0 * NaN is NaN.
-            mbarrier.expect(landed, 2 * 64 * D * 2)
-            tma_load(q_desc, [q_row, head, 0], landed, q_bufs.index(stage))
-            tma_load(g_desc, [q_row, head, 0], landed, g_bufs.index(stage))
-            mbarrier.wait(landed, tail_phase)
-            tail_phase ^= 1
-            zero_rows(q_bufs.index(stage).reshape([64, D]), end - row, 64, D)
-            zero_rows(g_bufs.index(stage).reshape([64, D]), end - row, 64, D)
-            fence_async_shared()
-            mbarrier.arrive(full.index(stage), count=2)
+            if tile < cand_tiles:
+                tail_phase = _load_row_tile(
+                    q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr,
+                    permutation_ptr, start + tile * 64, end, head, heads, seeds, stage, phase, tail_phase,
+                    D, PERMUTED,
+                )  # fmt: skip
+            else:
+                tail_phase = _load_row_tile(
+                    uq_desc, ug_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, ulse_ptr, udelta_ptr,
+                    permutation_ptr, user * user_seeds + (tile - cand_tiles) * 64, (user + 1) * user_seeds, head,
+                    heads, seeds, stage, phase, tail_phase,
+                    D, False,
+                )  # fmt: skip
         stage, phase = advance(stage, phase, STAGES)
 
 
@@ -125,7 +166,7 @@ def _store(
 @gluon.jit
 def _keys_consumer(
     WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale, scale,
+    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, user_seeds, key_head, key_heads, group, qk_scale, scale,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_bufs.dtype
@@ -136,7 +177,10 @@ def _keys_consumer(
     zero = gl.zeros((64, 64), gl.float32, layout=mma)
     dk = gl.zeros((64, D), gl.float32, layout=wide)
     dv = gl.zeros((64, D), gl.float32, layout=wide)
-    total = (end - start + 63) // 64 * group
+    tiles = (end - start + 63) // 64
+    if user_seeds is not None:
+        tiles += (user_seeds + 63) // 64
+    total = tiles * group
     stage = 0
     phase = 0
     if total > 0:
@@ -180,22 +224,15 @@ def _keys_consumer(
     _store(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
 
 
-SIZES = ["offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "capacity", "heads", "group"]
-
-
-@gluon.jit(do_not_specialize=SIZES)
-def attention_backward_key_value(
-    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, offsets_ptr, permutation_ptr, kv_ptr,
-    num_users, num_cands, seeds, capacity, heads, group, qk_scale, scale,
+@gluon.jit
+def _key_value_gradient(
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dk_ptr, dv_ptr,
+    offsets_ptr, permutation_ptr, kv_ptr, num_users, num_cands, seeds, user_seeds, capacity, heads, group, qk_scale,
+    scale,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, KV_LAYOUT: gl.constexpr, PERMUTED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv, contiguous in the shape of k and v.
-
-    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
-    when jagged). lse and delta are contiguous `[N, H]`. Grid: blocks of 128 keys times key heads, heads fastest. With
-    PERMUTED, 64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
-    """
+    """The body of both kernels."""
     dtype: gl.constexpr = k_desc.dtype
     key_heads = heads // group
     key_head = gl.program_id(0) % key_heads
@@ -206,6 +243,9 @@ def attention_backward_key_value(
     start = _clamped(offsets_ptr, user, num_cands) * seeds
     end = _clamped(offsets_ptr, user + 1, num_cands) * seeds
     end = gl.where(first < keys, end, start)
+    if user_seeds is not None:
+        end = gl.maximum(end, start)
+        user_seeds = gl.where(first < keys, user_seeds, 0)
     if KV_LAYOUT == 2:  # noqa: SIM108, only one of the two is compiled
         out_row = first_key.to(gl.int64)
     else:
@@ -233,8 +273,8 @@ def attention_backward_key_value(
                 _keys_consumer,
                 (
                     0, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale,
-                    scale,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, user_seeds, key_head, key_heads, group,
+                    qk_scale, scale,
                     D, HEAD_SIZE, STAGES,
                 ),
             ),
@@ -242,22 +282,68 @@ def attention_backward_key_value(
                 _keys_consumer,
                 (
                     1, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, key_head, key_heads, group, qk_scale,
-                    scale,
+                    dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, user_seeds, key_head, key_heads, group,
+                    qk_scale, scale,
                     D, HEAD_SIZE, STAGES,
                 ),
             ),
             (
                 _rows_producer,
                 (
-                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
-                    landed,
-                    lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group,
-                    seeds,
+                    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs,
+                    history, full, empty, landed,
+                    lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, user, first_key, first, start, end,
+                    key_head, heads, group, seeds, user_seeds,
                     D, STAGES, KV_LAYOUT == 2, PERMUTED,
                 ),
             ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+SIZES = [
+    *("offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "user_seeds", "capacity"),
+    *("heads", "group"),
+]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_key_value(
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, offsets_ptr, permutation_ptr, kv_ptr,
+    num_users, num_cands, seeds, capacity, heads, group, qk_scale, scale,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, KV_LAYOUT: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dk and dv, contiguous in the shape of k and v.
+
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
+    when jagged). lse and delta are contiguous `[N, H]`. Grid: blocks of 128 keys times key heads, heads fastest. With
+    PERMUTED, 64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
+    """
+    _key_value_gradient(
+        q_desc, None, g_desc, None, k_desc, v_desc, lse_ptr, None, delta_ptr, None, dk_ptr, dv_ptr, offsets_ptr,
+        permutation_ptr, kv_ptr, num_users, num_cands, seeds, None, capacity, heads, group, qk_scale, scale,
+        D, HEAD_SIZE, STAGES, KV_LAYOUT, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_key_value_both(
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dk_ptr, dv_ptr,
+    offsets_ptr, permutation_ptr, kv_ptr, num_users, num_cands, seeds, user_seeds, capacity, heads, group, qk_scale,
+    scale,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, KV_LAYOUT: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`attention_backward_key_value` over the candidates' and then the users' rows (X = `user_seeds` each) of a head.
+
+    uq and ug are `[U * X, H, D]`, ulse and udelta as lse and delta.
+    """
+    _key_value_gradient(
+        q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dk_ptr, dv_ptr,
+        offsets_ptr, permutation_ptr, kv_ptr, num_users, num_cands, seeds, user_seeds, capacity, heads, group, qk_scale,
+        scale,
+        D, HEAD_SIZE, STAGES, KV_LAYOUT, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

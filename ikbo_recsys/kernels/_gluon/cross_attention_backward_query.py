@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, read_tile, row_places, store_rows, whole_row, zero_rows
+from ikbo_recsys.kernels._gluon._attention_parts import advance, load_rows, read_tile, row_places, store_rows, zero_rows
 from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 
 BLOCK_KEYS = 64
@@ -35,8 +35,8 @@ def _load_history(k_desc, v_desc, k_buf, v_buf, barrier, where, row, head, D: gl
 
 @gluon.jit
 def _keys_producer(
-    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty, landed,
-    table_ptr, items, permutation_ptr, heads, group, seeds,
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
+    landed, table_ptr, items, permutation_ptr, heads, group, seeds,
     D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
     qs = 0
@@ -50,9 +50,11 @@ def _keys_producer(
         for i in gl.static_range(2):
             mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
             mbarrier.expect(q_full.index(qs * 2 + i), 2 * 64 * D * 2)
-            place = whole_row(permutation_ptr, row + i * 64, end, seeds, PERMUTED)
-            tma_load(q_desc, [place, head, 0], q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i))
-            tma_load(g_desc, [place, head, 0], q_full.index(qs * 2 + i), g_bufs.index(qs * 2 + i))
+            load_rows(
+                q_desc, g_desc, uq_desc, ug_desc, permutation_ptr, row, i * 64, end, head, seeds,
+                q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i), g_bufs.index(qs * 2 + i),
+                PERMUTED,
+            )  # fmt: skip
         qs, qp = advance(qs, qp, 2)
         blocks = gl.maximum((keys + 63) // 64, 1)
         for j in range(blocks):
@@ -87,9 +89,32 @@ def _row_facts(
 
 
 @gluon.jit
+def _facts_of_either(
+    lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, row, skip, end, head, heads, seeds,
+    mma: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """`_row_facts` of a tile's rows from the `skip`-th on, candidates' or users'."""
+    if ulse_ptr is None:
+        lse2, delta = _row_facts(
+            lse_ptr, delta_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED
+        )
+    else:
+        if row < 0:
+            lse2, delta = _row_facts(
+                ulse_ptr, udelta_ptr, permutation_ptr, ~row + skip, end, head, heads, seeds, mma, False
+            )
+        else:
+            lse2, delta = _row_facts(
+                lse_ptr, delta_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED
+            )
+    return lse2, delta
+
+
+@gluon.jit
 def _rows_consumer(
     WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr, qk_scale, scale,
+    heads, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_bufs.dtype
@@ -106,9 +131,10 @@ def _rows_consumer(
     if gl.program_id(0) < items:
         row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
         head = gl.program_id(0) % heads
-        lse2, delta = _row_facts(
-            lse_ptr, delta_ptr, permutation_ptr, row + WHO * 64, end, head, heads, seeds, mma, PERMUTED
-        )
+        lse2, delta = _facts_of_either(
+            lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, row, WHO * 64, end, head, heads, seeds,
+            mma, PERMUTED,
+        )  # fmt: skip
         mbarrier.wait(q_full.index(WHO), 0)
         mbarrier.wait(full.index(0), 0)
         scores_t = warpgroup_mma(
@@ -120,9 +146,10 @@ def _rows_consumer(
             more = item + step < items
             following = gl.where(more, item + step, item)
             next_row, next_end, _w, next_keys = read_tile(table_ptr, following, heads)
-            next_lse2, next_delta = _row_facts(
-                lse_ptr, delta_ptr, permutation_ptr, next_row + WHO * 64, next_end, following % heads, heads, seeds,
-                mma, PERMUTED
+            next_lse2, next_delta = _facts_of_either(
+                lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, next_row, WHO * 64, next_end,
+                following % heads, heads, seeds,
+                mma, PERMUTED,
             )  # fmt: skip
             next_qs, next_qp = advance(qs + 0, qp + 0, 2)
             grad = g_bufs.index(qs * 2 + WHO).reshape([64, D])
@@ -155,11 +182,24 @@ def _rows_consumer(
                 stage = next_stage
                 phase = next_phase
             mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
-            store_rows(
-                dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds,
-                wide, D,
-                HEAD_SIZE, PERMUTED,
-            )  # fmt: skip
+            if udq_ptr is None:
+                store_rows(
+                    dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds,
+                    wide, D, HEAD_SIZE, PERMUTED,
+                )  # fmt: skip
+            else:
+                if row < 0:
+                    store_rows(
+                        udq_ptr, permutation_ptr, (dq * scale).to(dtype), ~row + WHO * 64, end, item % heads, heads,
+                        seeds,
+                        wide, D, HEAD_SIZE, False,
+                    )  # fmt: skip
+                else:
+                    store_rows(
+                        dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads,
+                        seeds,
+                        wide, D, HEAD_SIZE, PERMUTED,
+                    )  # fmt: skip
             qs = next_qs
             qp = next_qp
             row = next_row + 0
@@ -169,21 +209,14 @@ def _rows_consumer(
             delta = next_delta
 
 
-SIZES = ["permutation_ptr", "heads", "group", "seeds"]
-
-
-@gluon.jit(do_not_specialize=SIZES)
-def attention_backward_query(
-    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads,
-    group, seeds,
+@gluon.jit
+def _query_gradient(
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
+    table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dq, contiguous `[N, H, D]`.
-
-    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
-    when jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
-    """
+    """The body of both kernels."""
     dtype: gl.constexpr = k_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
     g_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], g_desc.layout)
@@ -210,7 +243,8 @@ def attention_backward_query(
                 _rows_consumer,
                 (
                     0, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-                    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+                    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr,
+                    qk_scale, scale, heads, seeds,
                     D, HEAD_SIZE, STAGES, PERMUTED,
                 ),
             ),
@@ -218,19 +252,60 @@ def attention_backward_query(
                 _rows_consumer,
                 (
                     1, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-                    table_ptr, items, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, qk_scale, scale, heads, seeds,
+                    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr,
+                    qk_scale, scale, heads, seeds,
                     D, HEAD_SIZE, STAGES, PERMUTED,
                 ),
             ),
             (
                 _keys_producer,
                 (
-                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-                    landed,
+                    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, q_full,
+                    q_empty, full, empty, landed,
                     table_ptr, items, permutation_ptr, heads, group, seeds, D, STAGES, JAGGED, PERMUTED,
                 ),
             ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+SIZES = ["permutation_ptr", "heads", "group", "seeds"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_query(
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads,
+    group, seeds,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dq, contiguous `[N, H, D]`.
+
+    Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
+    when jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
+    """
+    _query_gradient(
+        q_desc, None, g_desc, None, k_desc, v_desc, lse_ptr, None, delta_ptr, None, dq_ptr, None, table_ptr,
+        permutation_ptr, qk_scale, scale, heads, group, seeds,
+        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_backward_query_both(
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
+    table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`attention_backward_query` over the tiles of `fill_tile_table_both`: dq of candidates' and of users' rows.
+
+    uq and ug are `[U * X, H, D]` (X own rows per user), ulse, udelta and udq as lse, delta and dq.
+    """
+    _query_gradient(
+        q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
+        table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

@@ -9,7 +9,10 @@ import triton.language as tl
 
 from ikbo_recsys.kernels._triton.schedule import key_range, tile_of_slot
 
-SIZES = ["offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "capacity", "split_stride"]
+SIZES = [
+    *("offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "user_seeds", "capacity"),
+    "split_stride",
+]
 """Arguments that no kernel is compiled anew for."""
 
 
@@ -75,18 +78,19 @@ def _attend(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=SIZES)
-def attention_forward(
+@triton.jit
+def attend_rows(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
-    offsets_ptr,
     permutation_ptr,
     kv_ptr,
-    num_users,
-    num_cands,
+    user,
+    head,
+    start,
+    end,
     seeds,
     capacity,
     stride_qb,
@@ -110,16 +114,7 @@ def attention_forward(
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`out[b, s, h] = softmax(q k^T * scale) v`; out and lse are contiguous `[B, S, H, D]` and `[B, S, H]`, lse
-    natural.
-
-    QK_SCALE is scale * log2(e). Heads vary fastest over the grid, so that programs which run together share rows of
-    keys.
-    """
-    head = tl.program_id(0) % HEADS
-    user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
-    if start >= end:
-        return
+    """One tile of one head: the packed rows from `start` on, before `end`, over their user's keys."""
     row = start + tl.arange(0, ROWS)
     valid = row < end
     q_rows = row_pointers(q_ptr + head * stride_qh, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
@@ -168,3 +163,55 @@ def attention_forward(
     if STORE_LSE:
         lse_rows = row_pointers(lse_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
         tl.store(lse_rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=valid)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def attention_forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    offsets_ptr,
+    permutation_ptr,
+    kv_ptr,
+    num_users,
+    num_cands,
+    seeds,
+    capacity,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_ku,
+    stride_kt,
+    stride_kh,
+    stride_vu,
+    stride_vt,
+    stride_vh,
+    QK_SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`out[b, s, h] = softmax(q k^T * scale) v`; out and lse are contiguous `[B, S, H, D]` and `[B, S, H]`, lse
+    natural.
+
+    QK_SCALE is scale * log2(e). Heads vary fastest over the grid, so that programs which run together share rows of
+    keys.
+    """
+    head = tl.program_id(0) % HEADS
+    user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
+    if start >= end:
+        return
+    attend_rows(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, permutation_ptr, kv_ptr, user, head, start, end, seeds, capacity,
+        stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
+        QK_SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, STORE_LSE, PRECISION,
+    )  # fmt: skip

@@ -10,6 +10,9 @@ user has is data; the grid may only depend on shapes. Two ways around that:
 - `fill_tile_table` writes a dense table, longest histories first, for the persistent kernel: it walks the table with a
   fixed stride, and empty or badly ordered entries would leave some multiprocessors idle.
 
+Both have a second form, `_both`, in which users have query rows of their own (the same number each) beside those of
+their candidates: those are the rows of a tensor of their own, user * rows per user + row.
+
 Rows are *packed rows*: candidate place in grouped order * seeds + seed. Letters: U users, B candidates, R rows per
 tile.
 """
@@ -30,19 +33,42 @@ def clamped_offset(offsets_ptr, user, upper):
 
 
 @triton.jit
-def tile_of_slot(offsets_ptr, slot, num_users, num_items, scale, ROWS: tl.constexpr):
-    """`(user, first row, end row)` of a slot, in rows of `scale` per item; first >= end where the slot is empty."""
+def _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, spare, ROWS: tl.constexpr):
+    """The user whose slots, from `offsets[u] * scale // ROWS + spare * u` on, have this one among them."""
     low = 0
     high = num_users - 1
     while low < high:
         middle = (low + high + 1) // 2
-        base = clamped_offset(offsets_ptr, middle, num_items) * scale // ROWS + middle
+        base = clamped_offset(offsets_ptr, middle, num_items) * scale // ROWS + middle * spare
         is_right = base <= slot
         low = tl.where(is_right, middle, low)
         high = tl.where(is_right, high, middle - 1)
-    start = clamped_offset(offsets_ptr, low, num_items) * scale
-    end = clamped_offset(offsets_ptr, low + 1, num_items) * scale
-    return low, start + (slot - start // ROWS - low) * ROWS, end
+    return low
+
+
+@triton.jit
+def tile_of_slot(offsets_ptr, slot, num_users, num_items, scale, ROWS: tl.constexpr):
+    """`(user, first row, end row)` of a slot, in rows of `scale` per item; first >= end where the slot is empty."""
+    user = _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, 1, ROWS)
+    start = clamped_offset(offsets_ptr, user, num_items) * scale
+    end = clamped_offset(offsets_ptr, user + 1, num_items) * scale
+    return user, start + (slot - start // ROWS - user) * ROWS, end
+
+
+@triton.jit
+def tile_of_slot_both(offsets_ptr, slot, num_users, num_items, scale, user_scale, ROWS: tl.constexpr):
+    """`(is it a tile of the user's own rows, user, first row, end row)`: `tile_of_slot` with the tiles of each user's
+    `user_scale` own rows before those of its candidates, so that they run together and share keys in L2."""
+    own_tiles = (user_scale + ROWS - 1) // ROWS
+    user = _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, own_tiles + 1, ROWS)
+    start = clamped_offset(offsets_ptr, user, num_items) * scale
+    end = clamped_offset(offsets_ptr, user + 1, num_items) * scale
+    tile = slot - start // ROWS - user * (own_tiles + 1)
+    is_own = tile < own_tiles
+    first = tl.where(is_own, user * user_scale + tile * ROWS, start + (tile - own_tiles) * ROWS)
+    end = tl.where(is_own, (user + 1) * user_scale, end)
+    # Offsets that do not begin at 0 leave slots before the first user's.
+    return is_own, user, tl.where(tile < 0, end, first), end
 
 
 @triton.jit
@@ -63,9 +89,18 @@ def key_range(kv_ptr, user, capacity, KV_LAYOUT: tl.constexpr):
 
 @triton.jit
 def _users_block(
-    offsets_ptr, kv_ptr, user, num_users, num_items, seeds, capacity, ROWS: tl.constexpr, KV_LAYOUT: tl.constexpr
+    offsets_ptr,
+    kv_ptr,
+    user,
+    num_users,
+    num_items,
+    seeds,
+    capacity,
+    own_tiles,
+    ROWS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
 ):
-    """First row, end row, first key row and key row count of a block of users; zeros past the last user."""
+    """First row, end row, first key row, key row count and tiles of a block of users; zeros past the last user."""
     valid = user < num_users
     start = tl.load(offsets_ptr + user, mask=valid, other=0)
     end = tl.load(offsets_ptr + user + 1, mask=valid, other=0)
@@ -83,10 +118,72 @@ def _users_block(
         first_key = tl.minimum(tl.maximum(first, 0), capacity).to(tl.int32)
         keys = tl.maximum(tl.minimum(tl.maximum(last, 0), capacity).to(tl.int32) - first_key, 0)
     tiles = tl.maximum((end - start + ROWS - 1) // ROWS, 0)
+    if own_tiles is not None:
+        tiles += tl.where(valid, own_tiles, 0)
     return start, end, first_key, keys, tiles
 
 
-@triton.jit(do_not_specialize=["offsets_ptr", "kv_ptr", "num_users", "num_items", "seeds", "capacity", "limit"])
+@triton.jit
+def _fill_table(
+    table_ptr,
+    offsets_ptr,
+    kv_ptr,
+    num_users,
+    num_items,
+    seeds,
+    capacity,
+    user_seeds,
+    limit,
+    ROWS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The body of both tables; `user_seeds` is None where users have no rows of their own."""
+    if CHAINED:
+        gdc_launch_dependents()
+    own_tiles = None
+    if user_seeds is not None:
+        own_tiles = (user_seeds + ROWS - 1) // ROWS
+    user = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start, end, first_key, keys, tiles = _users_block(
+        offsets_ptr, kv_ptr, user, num_users, num_items, seeds, capacity, own_tiles, ROWS, KV_LAYOUT
+    )
+    place = tl.zeros([BLOCK], tl.int32)
+    total = 0
+    for first in range(0, num_users, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        _, _, _, other_keys, other_tiles = _users_block(
+            offsets_ptr, kv_ptr, other, num_users, num_items, seeds, capacity, own_tiles, ROWS, KV_LAYOUT
+        )
+        longer = other_keys[None, :] > keys[:, None]
+        before = longer | ((other_keys[None, :] == keys[:, None]) & (other[None, :] < user[:, None]))
+        place += tl.sum(tl.where(before, other_tiles[None, :], 0), 1)
+        total += tl.sum(other_tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(table_ptr, tl.minimum(total, limit))
+    most = tl.max(tiles, 0)
+    for first in range(0, most, STEP):
+        tile = first + tl.arange(0, STEP)[None, :]
+        mask = (tile < tiles[:, None]) & (place[:, None] >= 0) & (place[:, None] + tile < limit)
+        entry = table_ptr + (1 + place[:, None] + tile) * 4
+        row = start[:, None] + tile * ROWS
+        stop = end[:, None] + tile * 0
+        if user_seeds is not None:
+            is_own = tile < own_tiles
+            row = tl.where(is_own, ~(user[:, None] * user_seeds + tile * ROWS), row - own_tiles * ROWS)
+            stop = tl.where(is_own, (user[:, None] + 1) * user_seeds, stop)
+        tl.store(entry, row, mask=mask)
+        tl.store(entry + 1, stop, mask=mask)
+        tl.store(entry + 2, first_key[:, None] + tile * 0, mask=mask)
+        tl.store(entry + 3, keys[:, None] + tile * 0, mask=mask)
+
+
+SIZES = ["offsets_ptr", "kv_ptr", "num_users", "num_items", "seeds", "capacity", "user_seeds", "limit"]
+
+
+@triton.jit(do_not_specialize=[name for name in SIZES if name != "user_seeds"])
 def fill_tile_table(
     table_ptr,
     offsets_ptr,
@@ -110,31 +207,34 @@ def fill_tile_table(
 
     With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
     """
-    if CHAINED:
-        gdc_launch_dependents()
-    user = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    start, end, first_key, keys, tiles = _users_block(
-        offsets_ptr, kv_ptr, user, num_users, num_items, seeds, capacity, ROWS, KV_LAYOUT
-    )
-    place = tl.zeros([BLOCK], tl.int32)
-    total = 0
-    for first in range(0, num_users, BLOCK):
-        other = first + tl.arange(0, BLOCK)
-        _, _, _, other_keys, other_tiles = _users_block(
-            offsets_ptr, kv_ptr, other, num_users, num_items, seeds, capacity, ROWS, KV_LAYOUT
-        )
-        longer = other_keys[None, :] > keys[:, None]
-        before = longer | ((other_keys[None, :] == keys[:, None]) & (other[None, :] < user[:, None]))
-        place += tl.sum(tl.where(before, other_tiles[None, :], 0), 1)
-        total += tl.sum(other_tiles, 0)
-    if tl.program_id(0) == 0:
-        tl.store(table_ptr, tl.minimum(total, limit))
-    most = tl.max(tiles, 0)
-    for first in range(0, most, STEP):
-        tile = first + tl.arange(0, STEP)[None, :]
-        mask = (tile < tiles[:, None]) & (place[:, None] >= 0) & (place[:, None] + tile < limit)
-        entry = table_ptr + (1 + place[:, None] + tile) * 4
-        tl.store(entry, start[:, None] + tile * ROWS, mask=mask)
-        tl.store(entry + 1, end[:, None] + tile * 0, mask=mask)
-        tl.store(entry + 2, first_key[:, None] + tile * 0, mask=mask)
-        tl.store(entry + 3, keys[:, None] + tile * 0, mask=mask)
+    _fill_table(
+        table_ptr, offsets_ptr, kv_ptr, num_users, num_items, seeds, capacity, None, limit,
+        ROWS, KV_LAYOUT, BLOCK, STEP, CHAINED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def fill_tile_table_both(
+    table_ptr,
+    offsets_ptr,
+    kv_ptr,
+    num_users,
+    num_items,
+    seeds,
+    capacity,
+    user_seeds,
+    limit,
+    ROWS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """`fill_tile_table` with the tiles of each user's `user_seeds` own rows before those of its candidates.
+
+    The first field of a tile of own rows is `~row`, the bitwise complement: negative, which tells it from the others.
+    """
+    _fill_table(
+        table_ptr, offsets_ptr, kv_ptr, num_users, num_items, seeds, capacity, user_seeds, limit,
+        ROWS, KV_LAYOUT, BLOCK, STEP, CHAINED,
+    )  # fmt: skip

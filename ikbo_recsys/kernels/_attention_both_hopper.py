@@ -1,0 +1,167 @@
+"""Launches of the Hopper attention kernels where users have query rows of their own: see `_attention_hopper.py`.
+
+The names and the use are those there; outputs, log-sum-exps, deltas and gradients of queries are pairs, as in
+`_attention_both_launch.py`. Reasons to refuse a call are in `_attention_hopper.refusal`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikbo_recsys.kernels._attention_both_launch import Pair, queries
+from ikbo_recsys.kernels._attention_hopper import (
+    BACKWARD_QUERY_TILES,
+    BACKWARD_TILES,
+    BLOCK_KEYS,
+    FORWARD_TILES,
+    LOG2_E,
+    TILE_ROWS,
+    View,
+    adjacent_rows,
+    boxes,
+    checked,
+    flat_query_strides,
+    shared_table,
+)
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, key_slots, row_slots
+from ikbo_recsys.kernels._launch import device_guard, is_tma_ready, multiprocessors
+from ikbo_recsys.kernels._plan import Launch
+
+
+class Forward:
+    """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses."""
+
+    def __init__(self, problem: Problem, store_lse: bool) -> None:
+        from ikbo_recsys.kernels._gluon.cross_attention import attention_forward_both
+
+        query, user_query = queries(problem)
+        heads, head_size = query.shape[2:]
+        padded = 64 if head_size <= 64 else 128
+        tile = FORWARD_TILES[padded]
+        self._shapes = (query.shape, user_query.shape)
+        self._lse_shapes = (query.shape[:3], user_query.shape[:3]) if store_lse else ((0,), (0,))
+        adjacent = adjacent_rows(problem) and all(flat_query_strides(x) is not None for x in (query, user_query))
+        out_strides = (heads * head_size, head_size)
+        self._outs = [View((x.shape[0] * x.shape[1], heads, head_size), out_strides) for x in (query, user_query)]
+        self._queries = [View.of_rows(x) for x in (query, user_query)] if adjacent else None
+        self._key, self._value = (View.of_history(x, problem.layout) for x in (problem.key, problem.value))
+        self._boxes = boxes(padded, tile.keys)
+        self._numbers = (
+            *(problem.scale * LOG2_E, heads, problem.group, query.shape[1], user_query.shape[1]),
+            *(stride // 8 for stride in (*query.stride()[:3], *user_query.stride()[:3])),
+        )
+        self._launch = Launch(
+            attention_forward_both,
+            problem.index_key(),
+            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
+            {
+                "KEYS": tile.keys,
+                "D": padded,
+                "HEAD_SIZE": head_size,
+                "STAGES": tile.stages,
+                "JAGGED": problem.layout == JAGGED,
+                "GATHER": not adjacent,
+                "PERMUTED": problem.permutation is not None,
+                "STORE_LSE": store_lse,
+                **tile.registers(),
+            },
+            num_warps=4,
+            launch_pdl=True,
+        )
+
+    def __call__(self, problem: Problem) -> tuple[Pair, Pair]:
+        """Outputs and log-sum-exps, the latter without elements unless asked for."""
+        both, dtype, device = queries(problem), problem.query.dtype, problem.query.device
+        out, user_out = (torch.empty(shape, dtype=dtype, device=device) for shape in self._shapes)
+        lse, user_lse = (torch.empty(shape, dtype=torch.float32, device=device) for shape in self._lse_shapes)
+        o_descs = [view.of(x) for view, x in zip(self._outs, (out, user_out), strict=True)]
+        # Without adjacent rows the queries are read through their pointers, and their descriptors are not looked at.
+        q_descs = o_descs
+        if self._queries is not None:
+            q_descs = [view.of(x) for view, x in zip(self._queries, both, strict=True)]
+        descriptors = (*q_descs, self._key.of(problem.key), self._value.of(problem.value), *o_descs)
+        rows, keys = self._boxes
+        with device_guard(problem.query):
+            pointers = (*both, out, user_out, lse, user_lse, shared_table(problem), problem.index_pointers()[1])
+            rest = (*pointers, *self._numbers)
+            self._launch(
+                (*descriptors, *rest), lambda: checked(descriptors, (rows, rows, keys, keys, rows, rows), rest)
+            )
+        return (out, user_out), (lse, user_lse)
+
+
+def backward_refusal(problem: Problem, grads: Pair) -> str | None:
+    """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
+    if not adjacent_rows(problem) or any(flat_query_strides(x) is None for x in queries(problem)):
+        return "query rows of one user are not adjacent"
+    if any(not is_tma_ready(grad) or flat_query_strides(grad) is None for grad in grads):
+        return "the rows of a gradient are not adjacent and aligned"
+    return None
+
+
+class Backward:
+    """The launches for dq and for dk and dv, for problems and gradients that differ from these in their addresses
+    only."""
+
+    def __init__(self, problem: Problem, grads: Pair) -> None:
+        from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value_both
+        from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query_both
+
+        query, user_query = queries(problem)
+        key = problem.key
+        heads, head_size = query.shape[2:]
+        padded = 64 if head_size <= 64 else 128
+        self._rows = [View.of_rows(x) for x in (query, user_query, *grads)]
+        self._history = [View.of_history(x, problem.layout) for x in (key, problem.value)]
+        self._user_seeds = user_query.shape[1]
+        self._sizes = problem.sizes()
+        self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
+        common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
+        tile = BACKWARD_QUERY_TILES[padded]
+        self._boxes = boxes(padded, tile.keys)
+        self._launch_query = Launch(
+            attention_backward_query_both,
+            problem.index_key(),
+            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
+            {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
+            num_warps=4,
+        )
+        tile = BACKWARD_TILES[padded]
+        self._launch_key_value = Launch(
+            attention_backward_key_value_both,
+            problem.index_key(),
+            key_slots(problem, BLOCK_KEYS) * key.shape[-2],
+            {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
+            num_warps=4,
+        )
+
+    def query(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> Pair:
+        """dq of both, contiguous."""
+        heads, group, qk_scale, scale = self._numbers
+        dq, user_dq = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in queries(problem))
+        with device_guard(problem.query):
+            pointers = (*lses, *deltas, dq, user_dq, shared_table(problem), problem.index_pointers()[1])
+            numbers = (qk_scale, scale, heads, group, problem.query.shape[1])
+            self._run(self._launch_query, problem, grads, (*pointers, *numbers))
+        return dq, user_dq
+
+    def key_value(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> tuple[Tensor, Tensor]:
+        """dk and dv, contiguous."""
+        key = problem.key
+        dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        users, cands, seeds, capacity = self._sizes
+        with device_guard(key):
+            pointers = (*lses, *deltas, dk, dv, *problem.index_pointers())
+            numbers = (users, cands, seeds, self._user_seeds, capacity, *self._numbers)
+            self._run(self._launch_key_value, problem, grads, (*pointers, *numbers))
+        return dk, dv
+
+    def _run(self, launch: Launch, problem: Problem, grads: Pair, rest: tuple[Any, ...]) -> None:
+        rows = zip(self._rows, (*queries(problem), *grads), strict=True)
+        history = zip(self._history, (problem.key, problem.value), strict=True)
+        descriptors = tuple(view.of(x) for view, x in (*rows, *history))
+        row_box, key_box = self._boxes
+        launch((*descriptors, *rest), lambda: checked(descriptors, (*[row_box] * 4, *[key_box] * 2), rest))

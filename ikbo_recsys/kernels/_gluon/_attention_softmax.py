@@ -1,0 +1,91 @@
+"""One consumer's steps of the Hopper attention forward kernel: softmax, products in turn, an item's end. Device code
+only.
+
+Letters: H query heads, D head size, KEYS keys of a block. Scores are in units of log2 once scaled.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from ikbo_recsys.kernels._gluon._attention_parts import store_lse, store_rows, turn_pass, turn_wait, whole_row
+from ikbo_recsys.kernels._gluon._compat import tma_store
+
+
+@gluon.jit
+def first_softmax(
+    scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr
+):
+    """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
+
+    A user without keys has no maximum: any finite one makes all weights 0.
+    """
+    last = (gl.maximum((keys + KEYS - 1) // KEYS, 1) - 1) * KEYS
+    column = last + gl.arange(0, KEYS, layout=gl.SliceLayout(0, mma))
+    scores = gl.where((column < keys)[None, :], scores, float("-inf"))
+    row_max = gl.max(scores, 1) * qk_scale
+    row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
+    weights = gl.exp2(scores * qk_scale - row_max[:, None])
+    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written
+    # here: without them the assembler moves all of this behind the wait for P.V.
+    none = _partial_sums(gl.zeros_like(weights), KEYS)
+    first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
+    whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
+    return row_max, gl.where(first, whole[:, None], none), gl.convert_layout(weights.to(dtype), operand)
+
+
+@gluon.jit
+def _partial_sums(weights, KEYS: gl.constexpr):
+    """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an
+    item."""
+    return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
+
+
+@gluon.jit
+def next_softmax(scores, row_max, row_sum, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, operand: gl.constexpr):
+    """A later block's weights, the new maximum and sums, and by what the accumulator has to be multiplied."""
+    seen = gl.max(scores, 1) * qk_scale
+    new_max = gl.where(seen > row_max + 8.0, seen, row_max)
+    factor = gl.exp2(row_max - new_max)
+    weights = gl.exp2(scores * qk_scale - new_max[:, None])
+    part = _partial_sums(weights, KEYS)
+    row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    return new_max, row_sum, factor, gl.convert_layout(weights.to(dtype), operand)
+
+
+@gluon.jit
+def issue(
+    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr
+):
+    """In this consumer's turn on the tensor cores: start the product with keys, and the one with values behind it."""
+    turn_wait(WHO)
+    scores = warpgroup_mma(query, k_buf.reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready, v_phase)
+    out = warpgroup_mma(weights, v_buf.reshape([KEYS, D]), out, is_async=True)
+    turn_pass(WHO)
+    return scores, out
+
+
+@gluon.jit
+def finish(
+    o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, first, end, head, heads, seeds,
+    mma: gl.constexpr, mmo: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, GATHER: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalise 64 rows and send them off: whole boxes by TMA, what a user's last tile has by ordinary stores."""
+    dtype: gl.constexpr = o_desc.dtype
+    whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
+    inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
+    out = (out * gl.convert_layout(inverse, gl.SliceLayout(1, mmo))[:, None]).to(dtype)
+    if STORE_LSE:
+        lse2 = row_max + gl.log2(whole_sum)
+        store_lse(lse_ptr, permutation_ptr, lse2, first, end, head, heads, seeds, mma, PERMUTED)
+    if GATHER:
+        store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+    else:
+        if first + 64 <= end:
+            o_buf.reshape([64, D]).store(out)
+            fence_async_shared()
+            tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
+        else:
+            store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)

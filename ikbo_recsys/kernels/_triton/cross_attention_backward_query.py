@@ -1,0 +1,216 @@
+"""Target attention, gradient of the query, for every GPU Triton compiles for. Device code only.
+
+With p the attention weights, g the gradient of the output, h that of the log-sum-exp and
+delta = sum_d(g * out) - h per row: `ds = p * (g v^T - delta)`, `dq = scale * ds k`.
+
+No atomics: a program owns query rows and walks their user's keys.
+"""
+
+import triton
+import triton.language as tl
+
+from ikbo_recsys.kernels._triton.cross_attention import SIZES, load_tile, row_pointers
+from ikbo_recsys.kernels._triton.schedule import key_range, tile_of_slot
+
+
+@triton.jit
+def _query_step(
+    acc,
+    query,
+    grad,
+    lse2,
+    delta,
+    k_rows,
+    v_rows,
+    keys_left,
+    QK_SCALE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one block of keys to dq (without the scale)."""
+    valid = tl.arange(0, KEYS) < keys_left
+    key = load_tile(k_rows, valid, HEAD_SIZE, BLOCK_D, MASKED)
+    value = load_tile(v_rows, valid, HEAD_SIZE, BLOCK_D, MASKED)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * QK_SCALE
+    weights = tl.exp2(scores - lse2[:, None])
+    grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    grad_scores = weights * (grad_weights - delta[:, None])
+    # A masked key is a row of zeros: whatever stands in its column of grad_scores, it adds zero to dq.
+    if MASKED:
+        grad_scores = tl.where(valid[None, :], grad_scores, 0.0)
+    return tl.dot(grad_scores.to(key.dtype), key, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def query_gradient(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    permutation_ptr,
+    kv_ptr,
+    user,
+    head,
+    start,
+    end,
+    seeds,
+    capacity,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_ku,
+    stride_kt,
+    stride_kh,
+    stride_vu,
+    stride_vt,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    QK_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    NEED_DQ: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of one head: the packed rows from `start` on, before `end`."""
+    row = start + tl.arange(0, ROWS)
+    valid = row < end
+    stride_ob = seeds * HEADS * HEAD_SIZE
+    stride_os = HEADS * HEAD_SIZE
+    q_rows = row_pointers(q_ptr + head * stride_qh, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
+    g_rows = row_pointers(
+        grad_ptr + head * stride_gh, permutation_ptr, row, valid, seeds, stride_gb, stride_gs, PERMUTED
+    )
+    o_rows = row_pointers(
+        out_ptr + head * HEAD_SIZE, permutation_ptr, row, valid, seeds, stride_ob, stride_os, PERMUTED
+    )
+    lse_rows = row_pointers(lse_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+    delta_rows = row_pointers(delta_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+
+    grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
+    out = load_tile(o_rows, valid, HEAD_SIZE, BLOCK_D, True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    if GRAD_LSE:
+        delta -= tl.load(delta_rows, mask=valid, other=0.0)
+    tl.store(delta_rows, delta, mask=valid)
+    if NEED_DQ:
+        query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
+        # Rows outside the tile get weight 2^-inf = 0.
+        lse2 = tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
+        first_key, num_keys = key_range(kv_ptr, user, capacity, KV_LAYOUT)
+        key = tl.arange(0, KEYS).to(tl.int64)
+        user64 = user.to(tl.int64)
+        first64 = tl.zeros([], tl.int64) + first_key
+        k_rows = k_ptr + user64 * stride_ku + (head // GROUP) * stride_kh + (first64 + key) * stride_kt
+        v_rows = v_ptr + user64 * stride_vu + (head // GROUP) * stride_vh + (first64 + key) * stride_vt
+        k_step = tl.zeros([], tl.int64) + KEYS * stride_kt
+        v_step = tl.zeros([], tl.int64) + KEYS * stride_vt
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        full = num_keys // KEYS
+        for _ in range(full):
+            acc = _query_step(
+                acc,
+                query,
+                grad,
+                lse2,
+                delta,
+                k_rows,
+                v_rows,
+                KEYS,
+                QK_SCALE,
+                HEAD_SIZE,
+                BLOCK_D,
+                KEYS,
+                False,
+                PRECISION,
+            )
+            k_rows += k_step
+            v_rows += v_step
+        left = num_keys - full * KEYS
+        if left > 0:
+            acc = _query_step(
+                acc, query, grad, lse2, delta, k_rows, v_rows, left, QK_SCALE, HEAD_SIZE, BLOCK_D, KEYS, True, PRECISION
+            )
+        dq_rows = row_pointers(
+            dq_ptr + head * HEAD_SIZE, permutation_ptr, row, valid, seeds, stride_ob, stride_os, PERMUTED
+        )
+        column = tl.arange(0, BLOCK_D)
+        inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
+        tl.store(dq_rows[:, None] + column[None, :], (acc * SCALE).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def attention_backward_query(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    offsets_ptr,
+    permutation_ptr,
+    kv_ptr,
+    num_users,
+    num_cands,
+    seeds,
+    capacity,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_ku,
+    stride_kt,
+    stride_kh,
+    stride_vu,
+    stride_vt,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    QK_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    NEED_DQ: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write delta `[B, S, H]`, and dq `[B, S, H, D]` if NEED_DQ. `out`, `lse`, `delta`, `dq` are contiguous; the
+    rest strided.
+
+    With GRAD_LSE the gradient of the log-sum-exp stands in `delta_ptr`: d lse / d score is p, as delta's factor is.
+    """
+    head = tl.program_id(0) % HEADS
+    user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
+    if start >= end:
+        return
+    query_gradient(
+        q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, kv_ptr, user, head, start,
+        end, seeds, capacity, stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
+        stride_vh, stride_gb, stride_gs, stride_gh,
+        QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, NEED_DQ, GRAD_LSE,
+        PRECISION,
+    )  # fmt: skip
