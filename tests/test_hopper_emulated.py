@@ -74,6 +74,29 @@ def test_compression_linear(sizes: tuple[int, ...], dtype: torch.dtype, eager: f
 
 
 @interpreted
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("sizes", "eager"), list(zip(COMPRESSION[:3], EAGER, strict=True)))
+def test_compression_linear_gradients(sizes: tuple[int, ...], eager: float, grouped: bool) -> None:
+    from tests.emulator import emulated
+
+    multiprocessors, users, batch, m, d, user_k, cand_k = sizes
+    shapes = ((users, user_k, d), (batch, cand_k, d), (m, user_k + cand_k), (m,))
+    leaves = [torch.randn(shape).half().requires_grad_() for shape in shapes]
+    index, grad = make_index(users, batch, grouped), torch.randn(batch, m, d).half()
+    with emulated(m, eager, multiprocessors) as ran, kernels.use_backend("gluon"):
+        out = kernels.compression_linear(*leaves[:3], index, leaves[3])
+        found = torch.autograd.grad(out, leaves, grad)
+    # The weight's gradient: the users' columns, then the candidates'.
+    assert ran == ["user_part_kernel", "candidate_kernel", "outer_sum_kernel", "outer_sum_kernel"]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    twin = twins.compression_linear(*exact[:3], index.to_user) + exact[3][:, None]
+    for name, ours, true in zip(
+        ("user", "cand", "weight", "bias"), found, torch.autograd.grad(twin, exact, grad.double()), strict=True
+    ):
+        assert relative_error(ours, true) < 1e-3, name
+
+
+@interpreted
 def test_compression_linear_wrong_index() -> None:
     from tests.emulator import emulated
 

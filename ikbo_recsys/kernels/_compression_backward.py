@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._compression_portable import OuterSum
+from ikbo_recsys.kernels import _compression_portable, _outer_sum_hopper
 from ikbo_recsys.kernels._compression_weight import aligned_parts
 from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping, rows_of
 
@@ -22,18 +22,19 @@ class Backward:
     """The launches for calls, gradients included, that differ from this one in contents and addresses only.
 
     Args:
+        path: of the forward pass.
         grad_BMD: of the output, as `readable` gives it.
         needs: which of the gradients of user, cand, weight and bias are asked for.
     """
 
-    def __init__(self, grad_BMD: Tensor, user_UKD: Tensor, cand_BKD: Tensor, needs: Sequence[bool]) -> None:
+    def __init__(self, path: str, grad_BMD: Tensor, user_UKD: Tensor, cand_BKD: Tensor, needs: Sequence[bool]) -> None:
+        self._path = path
         self._needs_user, self._needs_cand, self._needs_weight, self._needs_bias = needs
         self._num_users, self._dtype = user_UKD.shape[0], cand_BKD.dtype
         # The bias sums once more: that sum's terms stay in fp32.
         self._summed_dtype = torch.float32 if self._needs_bias else self._dtype
         self._segment_sum: SegmentSum | None = None
-        self._outer_user: OuterSum | None = None
-        self._outer_cand: OuterSum | None = None
+        self._outer_sums: tuple[OuterSum, OuterSum] | None = None
 
     def __call__(
         self,
@@ -58,9 +59,11 @@ class Backward:
         if self._needs_cand:
             grads[1] = _input_gradient(weight_cand[:, : cand_BKD.shape[1]], grad_BMD)
         if self._needs_weight:
-            if self._outer_user is None or self._outer_cand is None:
-                self._outer_user, self._outer_cand = OuterSum(grad_user_UMD, user_UKD), OuterSum(grad_BMD, cand_BKD)
-            parts = self._outer_user(grad_user_UMD, user_UKD), self._outer_cand(grad_BMD, cand_BKD)
+            pairs = ((grad_user_UMD, user_UKD), (grad_BMD, cand_BKD))
+            if self._outer_sums is None:
+                first, second = (_outer_sum(self._path, *pair) for pair in pairs)
+                self._outer_sums = first, second
+            parts = [outer_sum(*pair) for outer_sum, pair in zip(self._outer_sums, pairs, strict=True)]
             grads[2] = torch.cat(parts, 1).to(self._dtype)
         return grads
 
@@ -70,6 +73,16 @@ class Backward:
         if self._segment_sum is None:
             self._segment_sum = SegmentSum(rows_BX, order, self._num_users, self._summed_dtype)
         return self._segment_sum(rows_BX, order, bounds).unflatten(1, grad_BMD.shape[1:])
+
+
+OuterSum = _compression_portable.OuterSum | _outer_sum_hopper.OuterSum
+
+
+def _outer_sum(path: str, grad_BMD: Tensor, x_BKD: Tensor) -> OuterSum:
+    """The launch of the path's kernel, or of the portable one for what it cannot take."""
+    if path == "gluon" and _outer_sum_hopper.refusal(grad_BMD, x_BKD) is None:
+        return _outer_sum_hopper.OuterSum(grad_BMD, x_BKD)
+    return _compression_portable.OuterSum(grad_BMD, x_BKD)
 
 
 def readable(grad: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
+from ikbo_recsys.kernels._tma import TensorLayout, launch
 
 ROWS = 64
 USER_STEP, USER_STAGES = 64, 4
@@ -116,12 +116,16 @@ class Forward:
         facts = (cand_BKD.dtype, cand_BKD.get_device(), cols)
         self._launch_user(facts, shared, user_features, num_m, bias_M, most)
         self._launch_cand(facts, shared, (num_users, batch, features), to_user_B, most)
-        out = _Layout(self._out_shape, (num_m * size, size, 1), (1, ROWS, min(64, cols // 2)))
+        out = TensorLayout(self._out_shape, (num_m * size, size, 1), (1, ROWS, min(64, cols // 2)))
         self._user_layouts = (
-            _Layout.of(weight_user_MK, (ROWS, USER_STEP)),
-            _Layout.of(user_UKD, (1, USER_STEP, cols)),
+            TensorLayout.of(weight_user_MK, (ROWS, USER_STEP)),
+            TensorLayout.of(user_UKD, (1, USER_STEP, cols)),
         )
-        self._cand_layouts = (_Layout.of(weight_cand_MK, (ROWS, STEP)), _Layout.of(cand_BKD, (1, STEP, cols)), out)
+        self._cand_layouts = (
+            TensorLayout.of(weight_cand_MK, (ROWS, STEP)),
+            TensorLayout.of(cand_BKD, (1, STEP, cols)),
+            out,
+        )
 
     def _launch_user(
         self,
@@ -174,48 +178,7 @@ class Forward:
         part = torch.empty(self._part_shape, dtype=self._dtype, device=self._device)
         user_rest = (part if bias is None else bias, part, *self._user_numbers)
         with device_guard(cand):
-            _launch(self._user_launch, self._user_layouts, (weights[0], user), user_rest)
+            launch(self._user_launch, self._user_layouts, (weights[0], user), user_rest)
             cand_rest = (part, to_user, *self._cand_numbers)
-            _launch(self._cand_launch, self._cand_layouts, (weights[1], cand, out), cand_rest)
+            launch(self._cand_launch, self._cand_layouts, (weights[1], cand, out), cand_rest)
         return out
-
-
-class _Layout:
-    """Shape, strides and box under which tensors of one layout become TMA descriptors."""
-
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
-        # The stride of a dimension of size 1 is never used, but has to be aligned.
-        outer = zip(shape[:-1], strides[:-1], strict=True)
-        self.shape, self.box = list(shape), list(box)
-        self.strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in outer] + [1]
-
-    @classmethod
-    def of(cls, tensor: Tensor, box: Sequence[int]) -> _Layout:
-        return cls(tensor.shape, tensor.stride(), box)
-
-    def checked(self, base: Tensor) -> Any:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        element = gl.float16 if base.dtype is torch.float16 else gl.bfloat16
-        layout = gl.NVMMASharedLayout.get_default_for(self.box, element)
-        return TensorDescriptor(base, self.shape, self.strides, self.box, layout)
-
-
-class _Descriptor:
-    """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
-    anew."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base: Tensor, layout: _Layout) -> None:
-        self.base, self.shape, self.strides = base, layout.shape, layout.strides
-
-
-def _launch(launch: Launch, layouts: tuple[_Layout, ...], bases: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    def checked() -> tuple[Any, ...]:
-        return (*(layout.checked(base) for base, layout in zip(bases, layouts, strict=True)), *rest)
-
-    launch((*map(_Descriptor, bases, layouts), *rest), checked)

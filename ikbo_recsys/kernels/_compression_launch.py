@@ -150,7 +150,7 @@ class Plan:
         facts = (_plan.facts(grad), needs)
         launches = self._backwards.get(facts)
         if launches is None:
-            launches = self._backwards[facts] = Backward(grad, user, cand, needs)
+            launches = self._backwards[facts] = Backward(self._path, grad, user, cand, needs)
         return launches(grad, user, cand, weight, to_user, offsets)
 
 

@@ -65,7 +65,8 @@ def compression_linear_backward(
     known = _plan.signature("compression_linear_backward", (cand, user, weight, offsets), to_user)
     plan = _plan.recall(known)
     if plan is None:
-        plan = _compression_launch.Plan("triton")
+        path = _compression_launch.choose(user, cand, weight).path
+        plan = _compression_launch.Plan("gluon" if path == "gluon" else "triton")
         _plan.remember(known, plan)
     grads = plan.backward(grad, user, cand, weight, to_user, offsets, tuple(needs))
     return [part for part in grads if part is not None]
