@@ -211,6 +211,7 @@ def _call(seed: int, grouped: bool, first: bool) -> tuple:
     """One call through the public function, or the repetition of one, against its twin; operands and signature."""
     from ikbo_recsys import CandidateIndex, kernels
     from ikbo_recsys.kernels import _attention_paths as paths
+    from ikbo_recsys.kernels import _plan
 
     torch.manual_seed(seed)
     ids = torch.randint(0, 3, (9,))
@@ -220,14 +221,14 @@ def _call(seed: int, grouped: bool, first: bool) -> tuple:
     lengths = torch.randint(0, 12, (3,))
     exact = [x.double() for x in inputs]
     expected = gradients(lambda q, k, v: twins.cross_attention(q, k, v, ids, lengths), *exact)
-    known = paths.signature(*inputs, index, lengths, None, None)
+    known = _plan.signature("cross_attention", (*inputs, None, lengths, None), index, None, False)
     assert known is not None
     if first:
         ours = gradients(lambda q, k, v: kernels.cross_attention(q, k, v, index, kv_lengths=lengths), *inputs)
         operands = (*inputs, index.to_user, index.offsets, lengths, None)
         paths.attention(*operands, scale=16**-0.5, path="triton", known=known)
     else:
-        ours = gradients(lambda q, k, v: paths.repeat(known, q, k, v, index, lengths), *inputs)
+        ours = gradients(lambda q, k, v: _plan.recall(known).repeat(q, k, v, index, lengths, None), *inputs)
     for got, want in zip(ours, expected, strict=True):
         assert relative_error(got, want) < 2e-6
     return (*inputs, index, lengths), known
@@ -237,11 +238,10 @@ def _call(seed: int, grouped: bool, first: bool) -> tuple:
 @pytest.mark.parametrize("grouped", [True, False])
 def test_public_function_and_calls_like_one_before(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through `kernels.cross_attention` and autograd; a repeated call skips the checks and gives the new result."""
-    from ikbo_recsys.kernels import _attention_paths as paths
-    from ikbo_recsys.kernels import _backend
+    from ikbo_recsys.kernels import _backend, _plan
 
     monkeypatch.setattr(_backend, "portable_refusal", lambda *_: None)
-    monkeypatch.setattr(paths, "_plans", {})
+    _plan.forget()
     with _backend.use_backend("triton"):
         _, known = _call(0, grouped, True)
         (query, key, value, index, lengths), again = _call(1, grouped, False)
@@ -249,4 +249,5 @@ def test_public_function_and_calls_like_one_before(grouped: bool, monkeypatch: p
         # Another scale, shape, stride or dtype is another call.
         strided = torch.cat((query, query), -1)[..., :16]
         for other, scale in ((query, 0.5), (query[1:], None), (strided, None), (query.half(), None)):
-            assert paths.signature(other, key, value, index, lengths, None, scale) != known
+            tensors = (other, key, value, None, lengths, None)
+            assert _plan.signature("cross_attention", tensors, index, scale, False) != known

@@ -148,10 +148,10 @@ def test_public_function_with_own_rows_and_log_sum_exp(
     """Through `kernels.cross_attention` and autograd, then as a call like one before; each with its own results."""
     from ikbo_recsys import CandidateIndex, kernels
     from ikbo_recsys.kernels import _attention_paths as paths
-    from ikbo_recsys.kernels import _backend
+    from ikbo_recsys.kernels import _backend, _plan
 
     monkeypatch.setattr(_backend, "portable_refusal", lambda *_: None)
-    monkeypatch.setattr(paths, "_plans", {})
+    _plan.forget()
     for seed in range(2):
         torch.manual_seed(seed)
         ids = torch.randint(0, 3, (9,))
@@ -163,7 +163,8 @@ def test_public_function_with_own_rows_and_log_sum_exp(
         expected = [twins.cross_attention(x.double(), k.double(), v.double(), i, lengths) for x, i in sides]
         if return_lse:
             expected += [twins.log_sum_exp(x.double(), k.double(), i, lengths) for x, i in sides]
-        known = paths.signature(q, k, v, index, lengths, None, None, user_query, return_lse)
+        tensors = (q, k, v, user_query, lengths, None)
+        known = _plan.signature("cross_attention", tensors, index, None, return_lse)
         if seed == 0:
             with _backend.use_backend("triton"):
                 options = {"user_query": user_query, "return_lse": return_lse}
@@ -171,7 +172,7 @@ def test_public_function_with_own_rows_and_log_sum_exp(
             rest = (index.to_user, index.offsets, lengths, None, 16**-0.5, "triton", known, user_query, return_lse)
             paths.attention(q, k, v, *rest)
         else:
-            ours = paths.repeat(known, q, k, v, index, lengths, user_query)
+            ours = _plan.recall(known).repeat(q, k, v, index, lengths, user_query)
         leaves = [q, k, v, *([own] if has_own else [])]
         grads = [torch.randn(x.shape) for x in ours]
         for got, want in zip(ours, expected, strict=True):
@@ -180,7 +181,7 @@ def test_public_function_with_own_rows_and_log_sum_exp(
         for got, want in zip(torch.autograd.grad(ours, leaves, grads), wanted, strict=True):
             assert relative_error(got, want) < 4e-6
         with torch.no_grad():
-            again = paths.repeat(known, q, k, v, index, lengths, user_query) if seed else ours
+            again = _plan.recall(known).repeat(q, k, v, index, lengths, user_query) if seed else ours
         for got, want in zip(again, ours, strict=True):
             assert torch.equal(got, want)
-    assert len(paths._plans) == 1
+    assert len(_plan._plans) == 1

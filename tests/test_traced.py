@@ -160,7 +160,7 @@ def test_a_traced_path_is_marked_as_torch_marks_it() -> None:
 
 def test_the_eager_paths_do_not_import_the_compiler() -> None:
     """TorchDynamo and TorchInductor take longer to import than the kernels to compile."""
-    modules = ("_compression_launch", "_linear_launch", "_segment_launch")
+    modules = ("_compression_launch", "_linear_launch", "_segment_launch", "_attention_paths")
     code = "import sys, torch\n" + "".join(f"import ikbo_recsys.kernels.{module}\n" for module in modules)
     code += "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Target attention on a GPU: which path a call takes, and the calls like one before.
+"""Target attention on a GPU: which path a call takes.
 
 An eager call goes from here to a plan (`_attention_plans.py`) and its launches, a traced one through the operators of
 `_attention_operators.py`.
@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _attention_hopper as hopper
-from ikbo_recsys.kernels import _attention_operators as operators
-from ikbo_recsys.kernels import _backend, _checks
+from ikbo_recsys.kernels import _backend, _plan
 from ikbo_recsys.kernels._attention_launch import FULL, JAGGED, LENGTHS, MAX_HEAD_SIZE
 from ikbo_recsys.kernels._attention_plans import BothPlan, Plan, group
-from ikbo_recsys.kernels._plan import is_traced
 
 
 def choose(
@@ -44,7 +41,7 @@ def choose(
     return _backend.choose({"torch": None, "triton": portable_why, "gluon": gluon_why}, order)
 
 
-@torch.compiler.assume_constant_result
+@_backend.constant_while_tracing
 def traced_path(device: int | None, dtype: torch.dtype, head_size: int) -> str:
     """The path of a traced call, by what is fixed while tracing: no sizes, which must not become guards, no addresses.
 
@@ -76,57 +73,6 @@ def _count_refusal(query: Tensor, user_query: Tensor | None, num_users: int) -> 
     return None
 
 
-_MOST_PLANS = 1024
-_plans: dict[Hashable, Plan] = {}
-
-
-def _facts(x: Tensor | None) -> Hashable:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
-
-
-def signature(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: Any,
-    kv_lengths: Tensor | None,
-    kv_offsets: Tensor | None,
-    scale: float | None,
-    user_query: Tensor | None = None,
-    return_lse: bool = False,
-) -> Hashable | None:
-    """Everything that the checks and the choice of a path look at, or None when they have to look each time."""
-    if is_traced() or _checks.check_mode():
-        return None
-    if not isinstance(index, (Tensor, CandidateIndex)):
-        return None
-    users = (None, _facts(index)) if isinstance(index, Tensor) else (index.num_users, _facts(index.to_user))
-    offsets = None if isinstance(index, Tensor) else _facts(index.offsets)
-    tensors = (_facts(query), _facts(key), _facts(value), _facts(kv_lengths), _facts(kv_offsets))
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    known = (tensors, users, offsets, scale, autocast, _backend.requested_backend(), return_lse)
-    return known if user_query is None else (known, _facts(user_query))
-
-
-def repeat(
-    known: Hashable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: Any,
-    kv: Tensor | None,
-    user_query: Tensor | None = None,
-) -> Any:
-    """The results of a call like one before, without its checks; None when there was none."""
-    plan = _plans.get(known)
-    if plan is None:
-        return None
-    own = () if user_query is None else (user_query,)
-    if isinstance(index, Tensor):
-        return plan(query, key, value, index, None, kv, *own)
-    return plan(query, key, value, index.to_user, index.offsets, kv, *own)
-
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -137,15 +83,14 @@ def attention(
     kv_offsets: Tensor | None,
     scale: float,
     path: str,
-    known: Hashable | None = None,
+    known: tuple[Hashable, ...] | None = None,
     user_query: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`cross_attention` by the "triton" or the "gluon" path. Tensors arrive checked, in one dtype.
 
     Args:
-        known: the call's `signature`, when nothing of the call was converted since: the next one like it is then
-        `repeat`ed.
+        known: the call's signature, when nothing of the call was converted since: its plan is remembered.
     """
     num_users = key.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
     given = (query, key, value) if user_query is None else (query, key, value, user_query)
@@ -158,15 +103,15 @@ def attention(
         layout, kv = LENGTHS, kv_lengths
     elif kv_offsets is not None:
         layout, kv = JAGGED, kv_offsets
-    if is_traced():
+    if _plan.is_dispatched(query, key, value, user_query):
+        # Imported by the first traced call: registering an operator of kernels imports TorchInductor.
+        from ikbo_recsys.kernels import _attention_operators as operators
+
         permutation = None
         if offsets is None:
             offsets, permutation = group(to_user, num_users)
         rest = (key, value, offsets, permutation, kv, layout, scale)
         return operators.call(path, query, user_query, rest, return_lse)
     plan = (Plan if user_query is None else BothPlan)(path, num_users, layout, scale, return_lse)
-    if known is not None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[known] = plan
+    _plan.remember(known, plan)
     return plan(query, key, value, to_user, offsets, kv, *(() if user_query is None else (user_query,)))

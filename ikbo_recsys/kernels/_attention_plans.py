@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _attention_both_hopper as both_hopper
 from ikbo_recsys.kernels import _attention_both_launch as both_portable
 from ikbo_recsys.kernels import _attention_hopper as hopper
@@ -58,6 +59,21 @@ class Plan:
         problem = Problem(query, key, value, offsets, permutation, kv, self.layout, self.scale)
         out, lse = self.forward(problem, self.return_lse)
         return (out, lse) if self.return_lse else out
+
+    def repeat(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: CandidateIndex | Tensor,
+        kv: Tensor | None,
+        user_query: Tensor | None,
+    ) -> Any:
+        """The results for a call like the one that the plan was made for."""
+        own = () if user_query is None else (user_query,)
+        if isinstance(index, CandidateIndex):
+            return self(query, key, value, index.to_user, index.offsets, kv, *own)
+        return self(query, key, value, index, None, kv, *own)
 
     def forward(self, problem: Problem, store_lse: bool) -> Any:
         """out and lse, the latter without elements unless asked for."""

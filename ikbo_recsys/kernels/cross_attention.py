@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex, check_count, check_index_tensor
-from ikbo_recsys.kernels import _backend, _checks, reference
+from ikbo_recsys.kernels import _backend, _checks, _plan, reference
 from ikbo_recsys.kernels._library import register_operator
 
 
@@ -105,16 +105,11 @@ def cross_attention(
     """
     known = None
     if isinstance(query, Tensor) and query.is_cuda:
-        from ikbo_recsys.kernels import _attention_paths
-
-        known = _attention_paths.signature(
-            query, key, value, index, kv_lengths, kv_offsets, scale, user_query, return_lse
-        )
-        if known is not None:
-            kv = kv_lengths if kv_offsets is None else kv_offsets
-            out = _attention_paths.repeat(known, query, key, value, index, kv, user_query)
-            if out is not None:
-                return out  # type: ignore[no-any-return]
+        tensors = (query, key, value, user_query, kv_lengths, kv_offsets)
+        known = _plan.signature("cross_attention", tensors, index, scale, return_lse)
+        plan = _plan.recall(known)
+        if plan is not None:
+            return plan.repeat(query, key, value, index, kv_lengths if kv_offsets is None else kv_offsets, user_query)  # type: ignore[no-any-return]
     _checks.check_dims("query", query, "B, S, H, D")
     num_users = _check_key_value(query, key, value, kv_lengths, kv_offsets, max_kv_length)
     if user_query is not None:
@@ -126,8 +121,7 @@ def cross_attention(
     )
     given = (query, key, value, user_query)
     query, key, value, user_query = _checks.promote(query=query, key=key, value=value, user_query=user_query)
-    if any(x is not y for x, y in zip(given, (query, key, value, user_query), strict=True)):
-        known = None
+    known = known if _checks.is_same(given, (query, key, value, user_query)) else None
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3]) if query.shape[3] else 1.0
     path = _path(query, key, value, kv_offsets, num_users, scale, user_query)
@@ -161,7 +155,7 @@ def _path(
         return "torch"
     from ikbo_recsys.kernels import _attention_paths
 
-    if _attention_paths.is_traced():
+    if _plan.is_dispatched(query, key, value, user_query):
         # The size itself may be a symbol, of which only the outcome of comparisons is a constant.
         size = query.shape[3]
         representative = 64 if size <= 128 and size % 8 == 0 else 256 if size <= 256 else 512
