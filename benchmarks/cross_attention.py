@@ -2,29 +2,33 @@
 
 What an informed user would take instead of this library is varlen attention with the candidates grouped by user, so
 those rows stand next to ours: FlashAttention-3 and -4, torch's own. cuDNN takes a group as one long query and needs
-equal groups. Where candidates are not grouped, a rival has to bring them into order and back, with the order given to
-it.
+equal groups. FlexAttention takes all rows as one sequence, with a mask of blocks by user made beforehand, not timed.
+Where candidates are not grouped, a rival has to bring them into order and back, with the order given to it.
+
+In the cases "self..." each user has X query rows of its own over the same history: ours is one launch, everybody else,
+ours by two calls included, two of what they do without. Shape letters as in `kernels.cross_attention`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import attention_providers as by
+from benchmarks.builders import MAX_AUTOTUNE
 from benchmarks.cases import Benchmark, Case
-from benchmarks.providers import FBGEMM_HINT, AbsentError, Provider, optional_import
-from ikbo_recsys import CandidateIndex, kernels
-from ikbo_recsys.kernels._backend import use_backend
+from benchmarks.providers import Provider
+from ikbo_recsys import CandidateIndex
 
 _CHECKED = 3  # candidates whose result is compared with fp64
 
 
 def _case(name: str, group: str, history: int, seeds: int, heads: int, size: int, **more: int) -> Case:
-    sizes = {"B": 2048, "U": 32, "S": seeds, "H": heads, "D": size, "T": history, "jagged": 0, "shuffled": 0}
+    sizes = {"B": 2048, "U": 32, "S": seeds, "H": heads, "D": size, "T": history, "X": 0, "jagged": 0, "shuffled": 0}
     return Case(name, sizes | more, group)
 
 
@@ -39,7 +43,10 @@ CASES = (
     _case("jagged1", "jagged", 2000, 1, 8, 64, U=58, B=2030, jagged=1),
     _case("shuffled64", "ungrouped", 1024, 64, 2, 128, shuffled=1),
     _case("shuffled32", "ungrouped", 1024, 32, 2, 128, shuffled=1),
+    *(_case(f"self{t}", "self", t, 64, 2, 128, X=t) for t in (512, 1024)),
+    _case("self1024few", "self", 1024, 4, 2, 128, X=1024),
 )
+_TRAINED_CASES = "history(1024|4096)|seeds(1|16)|jagged64|self1024"
 
 
 def _counts_and_lengths(case: Case) -> tuple[list[int], list[int]]:
@@ -62,215 +69,166 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
         order = torch.randperm(case["B"], device=device)
         index = CandidateIndex(index.to_user[order], case["U"])
     query = torch.randn(case["B"], case["S"], case["H"], case["D"], device=device, dtype=dtype)
+    own = torch.randn(case["U"], case["X"], case["H"], case["D"], device=device, dtype=dtype)
     shape = (int(lengths.sum()), case["H"], case["D"])
     key, value = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int().to(device)
     rows = torch.cat((counts.new_zeros(1), counts.cumsum(0) * case["S"])).int().to(device)
+    probes = [torch.randn_like(x) for x in ((query, own) if case["X"] else (query,))]
     return {
-        "case": case, "query": query, "key": key, "value": value, "index": index, "offsets": offsets, "rows": rows,
-        "order": order, "max_rows": int(counts.max()) * case["S"], "max_keys": int(lengths.max()),
+        "case": case, "query": query, "own": own, "key": key, "value": value, "index": index, "offsets": offsets,
+        "rows": rows, "order": order, "max_rows": int(counts.max()) * case["S"], "max_keys": int(lengths.max()),
+        "probes": probes,
     }  # fmt: skip
 
 
-def _history(x: Tensor, case: Case) -> Tensor:
-    """Padded where all lengths are equal, jagged as it is otherwise."""
-    return x if case["jagged"] else x.view(case["U"], case["T"], *x.shape[1:])
+def _picked(rows: int) -> list[int]:
+    """Candidates, or users, whose results are compared with fp64."""
+    return torch.linspace(0, rows - 1, min(_CHECKED, rows)).long().tolist()
 
 
-def _select(result: Tensor) -> Tensor:
-    return result[torch.linspace(0, result.shape[0] - 1, _CHECKED, device=result.device).long()]
+def _select(result: Any) -> Tensor:
+    results = result if isinstance(result, tuple) else (result,)
+    return torch.cat([x[_picked(x.shape[0])].flatten() for x in results])
+
+
+def _attend_exactly(query_SHD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
+    scores = torch.einsum("shd,thd->hst", query_SHD, key_THD) / math.sqrt(query_SHD.shape[2])
+    return torch.einsum("hst,thd->shd", scores.softmax(-1), value_THD)
+
+
+def _sides(inputs: Mapping[str, Any]) -> list[tuple[Tensor, list[int]]]:
+    """The query tensors, each with the user of every entry."""
+    sides = [(inputs["query"], inputs["index"].to_user.tolist())]
+    if inputs["case"]["X"]:
+        sides.append((inputs["own"], list(range(inputs["case"]["U"]))))
+    return sides
+
+
+def _keys_of(inputs: Mapping[str, Any], user: int) -> slice:
+    return slice(int(inputs["offsets"][user]), int(inputs["offsets"][user + 1]))
 
 
 def _reference(inputs: Mapping[str, Any]) -> Tensor:
-    query, offsets = inputs["query"], inputs["offsets"].tolist()
     out = []
-    for cand in torch.linspace(0, query.shape[0] - 1, _CHECKED).long().tolist():
-        user = int(inputs["index"].to_user[cand])
-        rows = slice(offsets[user], offsets[user + 1])
-        key, value = (inputs[name][rows].double() for name in ("key", "value"))
-        scores = torch.einsum("shd,thd->hst", query[cand].double(), key) / math.sqrt(query.shape[3])
-        out.append(torch.einsum("hst,thd->shd", scores.softmax(-1), value))
-    return torch.stack(out)
+    for query, to_user in _sides(inputs):
+        for i in _picked(query.shape[0]):
+            rows = _keys_of(inputs, to_user[i])
+            out.append(_attend_exactly(query[i].double(), inputs["key"][rows].double(), inputs["value"][rows].double()))
+    return torch.cat([x.flatten() for x in out])
+
+
+def _gradients(inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Of the first user's keys and values, and of some of its query rows, in fp64; entry by entry, which bounds the
+    memory."""
+    rows = _keys_of(inputs, 0)
+    history = [inputs[name][rows].double().requires_grad_() for name in ("key", "value")]
+    sums = [torch.zeros_like(x) for x in history]
+    of_queries = []
+    for (query, to_user), probe in zip(_sides(inputs), inputs["probes"], strict=True):
+        mine = [i for i, user in enumerate(to_user) if user == 0]
+        found = {}
+        for i in mine:
+            leaf = query[i].double().requires_grad_()
+            grads = torch.autograd.grad(_attend_exactly(leaf, *history), (leaf, *history), probe[i].double())
+            found[i] = grads[0]
+            for total, grad in zip(sums, grads[1:], strict=True):
+                total += grad
+        of_queries.append(torch.stack([found[mine[j]] for j in _picked(len(mine))]))
+    return (*of_queries, *sums)
+
+
+def _operands(inputs: Mapping[str, Any]) -> list[str]:
+    return ["query", *(["own"] if inputs["case"]["X"] else []), "key", "value"]
 
 
 def _flops(case: Case) -> float:
-    pairs = sum(count * length for count, length in zip(*_counts_and_lengths(case), strict=True))
-    return 4.0 * pairs * case["S"] * case["H"] * case["D"]
+    counts, lengths = _counts_and_lengths(case)
+    pairs = sum((count * case["S"] + case["X"]) * length for count, length in zip(counts, lengths, strict=True))
+    return 4.0 * pairs * case["H"] * case["D"]
 
 
 def _bytes(case: Case, dtype: torch.dtype) -> float:
-    rows = 2 * case["B"] * case["S"] + 2 * sum(_counts_and_lengths(case)[1])
+    rows = 2 * (case["B"] * case["S"] + case["U"] * case["X"]) + 2 * sum(_counts_and_lengths(case)[1])
     return float(rows * case["H"] * case["D"] * dtype.itemsize)
 
 
-# ---- providers: each builder gives `attend(query, key, value)`, from [B, S, H, D] and the history to [B, S, H, D]
-# --------
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _ours(backend: str) -> Callable[[Mapping[str, Any]], Attend]:
-    def build(inputs: Mapping[str, Any]) -> Attend:
-        case, index, offsets = inputs["case"], inputs["index"], inputs["offsets"]
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if case["jagged"]:
-                return kernels.cross_attention(query, key, value, index, kv_offsets=offsets)
-            return kernels.cross_attention(query, _history(key, case), _history(value, case), index)
-
-        def by_backend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with use_backend(backend):
-                return attend(query, key, value)
-
-        return attend if backend == "auto" else by_backend
-
-    return build
-
-
-def _varlen(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Attend]:
-    """Varlen attention by `function(q, k, v, row_offsets, key_offsets, most_rows, most_keys)`, over grouped rows."""
-
-    def build(inputs: Mapping[str, Any]) -> Attend:
-        case = inputs["case"]
-        back = inputs["order"]  # the i-th candidate is number `order[i]` of the grouped order
-        there = back.argsort()
-        numbers = (inputs["rows"], inputs["offsets"], inputs["max_rows"], inputs["max_keys"])
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            grouped = query[there] if case["shuffled"] else query
-            out = function(grouped.flatten(0, 1), key, value, *numbers)
-            out = (out[0] if isinstance(out, tuple) else out).view(query.shape)
-            return out[back] if case["shuffled"] else out
-
-        return attend
-
-    return build
-
-
-def _flash3(inputs: Mapping[str, Any]) -> Attend:
-    module = optional_import("fa3_fwd_interface", "pip install fa3-fwd")
-    return _varlen(module.flash_attn_varlen_func)(inputs)
-
-
-def _flash4(inputs: Mapping[str, Any]) -> Attend:
-    module = optional_import("flash_attn.cute", "pip install flash-attn-4")
-
-    def function(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, most_rows: int, most_keys: int) -> Any:
-        return module.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=rows, cu_seqlens_k=keys, max_seqlen_q=most_rows, max_seqlen_k=most_keys
-        )
-
-    return _varlen(function)(inputs)
-
-
-def _torch_varlen(inputs: Mapping[str, Any]) -> Attend:
-    module = optional_import("torch.nn.attention.varlen", "PyTorch 2.10 or newer")
-    return _varlen(module.varlen_attn)(inputs)
-
-
-def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-
-
-def _cudnn_grouped(inputs: Mapping[str, Any]) -> Attend:
-    case = inputs["case"]
-    if case["jagged"] or case["shuffled"]:
-        raise AbsentError("needs grouped candidates, as many for each user, and equal histories")
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        long = query.view(case["U"], -1, case["H"], case["D"]).transpose(1, 2)
-        out = _cudnn(long, _history(key, case).transpose(1, 2), _history(value, case).transpose(1, 2))
-        return out.transpose(1, 2).reshape(query.shape)
-
-    return attend
-
-
-def _broadcast_twin(inputs: Mapping[str, Any]) -> Attend:
-    """Every candidate's copy of its user's keys and values, as models have it today, the copying counted."""
-    case, to_user = inputs["case"], inputs["index"].to_user
-    copied = 2 * case["B"] * case["T"] * case["H"] * case["D"] * 2
-    if case["jagged"] or copied > 20e9:
-        raise AbsentError(f"jagged, or {copied / 1e9:.0f} GB of copies")
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (_history(x, case).index_select(0, to_user).transpose(1, 2) for x in (key, value))
-        return _cudnn(query.transpose(1, 2), key, value).transpose(1, 2)
-
-    return attend
-
-
-def _fbgemm(name: str) -> Callable[[Mapping[str, Any]], Attend]:
-    def build(inputs: Mapping[str, Any]) -> Attend:
-        case, to_user = inputs["case"], inputs["index"].to_user
-        if case["jagged"] or case["shuffled"] or case["H"] != 2:
-            raise AbsentError("takes one history length and grouped candidates")
-        module = optional_import(f"ikbo.ops.{name}", FBGEMM_HINT)
-        pairs = torch.arange(0, case["B"], 2, dtype=torch.int32, device=to_user.device)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            rows, numbers = query.flatten(0, 1), (case["S"], case["T"])
-            if name == "triton_ikbo_fa":
-                out = module.triton_flash_attn_ikbo_tma(rows, key, value, to_user, *numbers)
-            else:
-                out = module.tlx_flash_attn_ikbo_tma_persistent(rows, key, value, to_user, *numbers, pairs)
-            return (out[0] if isinstance(out, tuple) else out).view(query.shape)
-
-        return attend
-
-    return build
-
-
-def _forward(build: Callable[[Mapping[str, Any]], Attend]) -> Callable[[Mapping[str, Any]], Callable[[], Tensor]]:
-    def make(inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
-        attend, operands = build(inputs), (inputs["query"], inputs["key"], inputs["value"])
+def _forward(build: by.Build) -> Callable[[Mapping[str, Any]], Callable[[], Any]]:
+    def make(inputs: Mapping[str, Any]) -> Callable[[], Any]:
+        names = _operands(inputs)
+        attend, operands = build(inputs), [inputs[name] for name in names]
         return lambda: attend(*operands)
 
     return make
 
 
-def _training(build: Callable[[Mapping[str, Any]], Attend]) -> Callable[[Mapping[str, Any]], Callable[[], None]]:
-    """Forward and backward, all three gradients. The gradients themselves are checked against fp64 by the test
-    suite."""
+class Gradients(NamedTuple):
+    """Of all operands, and the inputs, which say what of them is checked."""
 
-    def make(inputs: Mapping[str, Any]) -> Callable[[], None]:
-        attend = build(inputs)
-        leaves = [inputs[name].detach().requires_grad_() for name in ("query", "key", "value")]
-        grad = torch.randn_like(leaves[0])
+    found: tuple[Tensor, ...]
+    inputs: Mapping[str, Any]
 
-        def step() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-            attend(*leaves).backward(grad)
 
-        return step
+def _select_gradients(gradients: Gradients) -> tuple[Tensor, ...]:
+    """What `_gradients` gives, of a provider's."""
+    *of_queries, key, value = gradients.found
+    selected = []
+    for grad, (_, to_user) in zip(of_queries, _sides(gradients.inputs), strict=True):
+        mine = [i for i, user in enumerate(to_user) if user == 0]
+        selected.append(grad[[mine[j] for j in _picked(len(mine))]])
+    rows = _keys_of(gradients.inputs, 0)
+    return (*selected, key[rows], value[rows])
+
+
+def _training(build: by.Build) -> Callable[[Mapping[str, Any]], Callable[[], Gradients]]:
+    """Forward and backward, the gradients of all operands."""
+
+    def make(inputs: Mapping[str, Any]) -> Callable[[], Gradients]:
+        attend, probes = build(inputs), inputs["probes"]
+        leaves = [inputs[name].detach().requires_grad_() for name in _operands(inputs)]
+        return lambda: Gradients(torch.autograd.grad(attend(*leaves), leaves, probes), inputs)
 
     return make
 
 
 _TRAINED = {
-    "ikbo_recsys": _ours("auto"),
-    "ikbo_recsys[triton]": _ours("triton"),
-    "fa4_varlen_grouped": _flash4,
-    "torch_varlen_grouped": _torch_varlen,
-    "cudnn_grouped": _cudnn_grouped,
-    "cudnn_on_copies": _broadcast_twin,
+    "ikbo_recsys": (by.ours("auto"), _TRAINED_CASES),
+    "ikbo_recsys[triton]": (by.ours("triton"), _TRAINED_CASES),
+    "ikbo_recsys two launches": (by.twice(by.ours("auto")), "self1024"),
+    "cudnn_grouped": (by.twice(by.cudnn_grouped), _TRAINED_CASES),
+    "torch_varlen_grouped": (by.twice(by.torch_varlen), _TRAINED_CASES),
+    "cudnn_on_copies": (by.twice(by.broadcast_twin), _TRAINED_CASES),
+    # The ones that compile for long are last: what they take of a run's time limit, nobody else is left without.
+    "fa4_varlen_grouped": (by.twice(by.flash4), _TRAINED_CASES),
+    "flex_attention": (by.twice(by.flex()), "history(1024|4096)|self1024"),
 }
-_BUILDERS = {
-    **_TRAINED,
-    "fa3_varlen_grouped": _flash3,
-    "fbgemm_ikbo_triton": _fbgemm("triton_ikbo_fa"),
-    "fbgemm_ikbo_tlx": _fbgemm("tlx_ikbo_fa_ws"),
+_FORWARD: Mapping[str, tuple[by.Build, str]] = {
+    "ikbo_recsys": (by.ours("auto"), ".*"),
+    "ikbo_recsys[triton]": (by.ours("triton"), ".*"),
+    "ikbo_recsys two launches": (by.twice(by.ours("auto")), "self.*"),
+    "ikbo_recsys, candidates grouped": (by.ours_grouped, "shuffled.*"),
+    "cudnn_grouped": (by.twice(by.cudnn_grouped), ".*"),
+    "torch_varlen_grouped": (by.twice(by.torch_varlen), ".*"),
+    "cudnn_on_copies": (by.twice(by.broadcast_twin), ".*"),
+    "fa3_varlen_grouped": (by.twice(by.flash3), ".*"),
+    "fa4_varlen_grouped": (by.twice(by.flash4), ".*"),
+    "fbgemm_ikbo_triton": (by.fbgemm("triton_ikbo_fa"), "(?!self).*"),
+    "fbgemm_ikbo_tlx": (by.fbgemm("tlx_ikbo_fa_ws"), "(?!self).*"),
+    "flex_attention": (by.twice(by.flex()), "history(1024|4096)|seeds16|jagged64|shuffled64|self.*"),
+    "flex_attention, max-autotune": (by.flex(**MAX_AUTOTUNE), "history1024"),
 }
+
+
+def _provider(name: str, make: Callable[..., Any], cases: str, training: bool) -> Provider:
+    ours = name.startswith("ikbo_recsys")
+    # Results in another order than the others' cannot be checked here, nor count.
+    whole = not name.endswith("candidates grouped")
+    return Provider(name + " fwd+bwd" * training, make, whole=whole, training=training, rival=not ours, cases=cases)
+
+
 PROVIDERS = (
-    *(Provider(name, _forward(build), rival=not name.startswith("ikbo_recsys")) for name, build in _BUILDERS.items()),
-    *(
-        Provider(f"{name} fwd+bwd", _training(build), training=True, rival=not name.startswith("ikbo_recsys"))
-        for name, build in _TRAINED.items()
-    ),
+    *(_provider(name, _forward(build), cases, False) for name, (build, cases) in _FORWARD.items()),
+    *(_provider(name, _training(build), cases, True) for name, (build, cases) in _TRAINED.items()),
 )
 
 BENCHMARK = Benchmark(
@@ -278,6 +236,8 @@ BENCHMARK = Benchmark(
     make_inputs=_make_inputs,
     reference=_reference,
     select=_select,
+    gradients=_gradients,
+    select_gradients=_select_gradients,
     flops=_flops,
     bytes=_bytes,
     providers=PROVIDERS,
