@@ -300,7 +300,10 @@ def _replace_torch(gpu: StandIn) -> None:
         shape = size[0] if size and not isinstance(size[0], int) else size
         return arena.take(arena.scratch(), shape, dtype or torch.get_default_dtype())
 
-    torch.empty = empty  # type: ignore[assignment]
+    def empty_like(tensor: Tensor, **more: Any) -> Tensor:
+        return empty(tensor.shape, dtype=more.get("dtype", tensor.dtype), device=more.get("device", tensor.device))
+
+    torch.empty, torch.empty_like = empty, empty_like  # type: ignore[assignment]
     for name in ("zeros", "ones", "full", "arange", "tensor"):
         setattr(torch, name, _without_gpu(getattr(torch, name)))
 

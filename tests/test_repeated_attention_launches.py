@@ -1,0 +1,185 @@
+"""`test_repeated_launches.py` for target attention: repeated calls launch what first calls launch, byte for byte."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ikbo_recsys import CandidateIndex
+from ikbo_recsys.kernels import _plan, cross_attention, explain, use_backend
+from tests import standin
+from tests.standin import StandIn, inside, outside
+from tests.test_repeated_launches import Call, check, make_index, train
+
+U, B, T = 9, 40, 70
+
+
+@outside
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the launch code needs it")
+    standin.run_in_a_process_of_its_own(__file__, tmp_path)
+
+
+@pytest.fixture
+def gpu() -> Iterator[StandIn]:
+    installed = standin.install()
+    installed.fresh()
+    yield installed
+    _plan.forget()
+
+
+def make(gpu: StandIn, dtype: torch.dtype, seeds: int, heads: int = 2, size: int = 64) -> list[Tensor]:
+    """Query, key, value."""
+    shapes = ((B, seeds, heads, size), (U, T, 1, size), (U, T, 1, size))
+    return [gpu.randn(*shape, dtype=dtype) for shape in shapes]
+
+
+def lengths(gpu: StandIn, dtype: torch.dtype = torch.int64) -> Tensor:
+    return gpu.put(torch.randint(0, T + 1, (U,), dtype=dtype))
+
+
+def jagged(gpu: StandIn, dtype: torch.dtype = torch.int64) -> Tensor:
+    return gpu.put(
+        torch.cat((torch.zeros(1, dtype=dtype), torch.randint(0, T + 1, (U,), dtype=dtype).cumsum(0).to(dtype)))
+    )
+
+
+@inside
+@pytest.mark.parametrize(("path", "seeds", "dtype"), [("gluon", 16, torch.bfloat16), ("triton", 1, torch.float16)])
+def test_layouts(gpu: StandIn, path: str, seeds: int, dtype: torch.dtype) -> None:
+    query, key, value = make(gpu, dtype, seeds)
+    grad = gpu.randn(B, seeds, 2, 64, dtype=dtype)
+    rows = gpu.randn(500, 1, 64, dtype=dtype), gpu.randn(500, 1, 64, dtype=dtype)
+    padded = key, value
+    grouped, shuffled = make_index(gpu, U, B), make_index(gpu, U, B, False)
+    kinds: dict[str, tuple[CandidateIndex, tuple[Tensor, Tensor], dict[str, Any]]] = {
+        "full": (grouped, padded, {}),
+        "padded": (grouped, padded, {"kv_lengths": lengths(gpu)}),
+        "narrow": (grouped, padded, {"kv_lengths": lengths(gpu, torch.int32)}),
+        "jagged": (grouped, rows, {"kv_offsets": jagged(gpu)}),
+        "shuffled": (shuffled, padded, {"kv_lengths": lengths(gpu)}),
+        "scaled": (grouped, padded, {"scale": 0.25}),
+    }
+    calls: dict[str, Call] = {}
+    for kind, (index, history, options) in kinds.items():
+        calls[kind] = lambda i=index, h=history, o=options: cross_attention(query, *h, i, **o)
+        if kind in ("padded", "shuffled", "jagged"):
+            calls[f"{kind} trained"] = train(
+                lambda q, k, v, i=index, o=options: cross_attention(q, k, v, i, **o), grad, query, *history
+            )
+    with use_backend(path):
+        check(gpu, calls)
+        assert explain(cross_attention, query, key, value, grouped).path == path
+
+
+@inside
+@pytest.mark.parametrize(("path", "seeds"), [("gluon", 16), ("triton", 1)])
+def test_other_tensors_are_other_arguments(gpu: StandIn, path: str, seeds: int) -> None:
+    query, key, value = make(gpu, torch.float16, seeds)
+    query2, key2, value2 = make(gpu, torch.float16, seeds)
+    index, grad = make_index(gpu, U, B), gpu.randn(B, seeds, 2, 64)
+    wide = gpu.randn(B, seeds, 4, 64)
+    both = gpu.randn(U, T, 2, 64)
+    calls: dict[str, Call] = {
+        "first": lambda: cross_attention(query, key, value, index),
+        "second": lambda: cross_attention(query2, key2, value2, index),
+        "heads of a wider one": lambda: cross_attention(wide[:, :, 1:3], key, value, index),
+        "one buffer": lambda: cross_attention(query, both[:, :, :1], both[:, :, 1:], index),
+        "fewer keys": lambda: cross_attention(query, key[:, 1:], value[:, 1:], index),
+        "fewer candidates": lambda: cross_attention(query[1:], key, value, index.to_user[1:]),
+        "bare": lambda: cross_attention(query, key, value, index.to_user),
+        "log-sum-exp": lambda: cross_attention(query, key, value, index, return_lse=True),
+        "own rows": lambda: cross_attention(query, key, value, index, user_query=own),
+    }
+    own = gpu.randn(U, 3, 2, 64)
+    grads = {
+        "whole": grad,
+        "heads": gpu.randn(B, seeds, 4, 64)[:, :, 1:3],
+        "expanded": gpu.randn(1, 1, 1, 1).expand(B, seeds, 2, 64),
+        "shared": gpu.randn(1, seeds, 2, 64).expand(B, seeds, 2, 64),
+    }
+    for name, given in grads.items():
+        calls[f"gradient: {name}"] = train(lambda q, k, v: cross_attention(q, k, v, index), given, query, key, value)
+    for wanted in (1, 2, 6):
+        leaves = [x.detach().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate((query, key, value))]
+        some = [x for x in leaves if x.requires_grad]
+        calls[f"gradients {wanted}"] = lambda leaves=leaves, some=some: torch.autograd.grad(
+            cross_attention(*leaves, index), some, grad
+        )
+    leaves = [x.detach().requires_grad_() for x in (query, own, key, value)]
+
+    def train_both() -> Any:
+        q, o, k, v = leaves
+        return torch.autograd.grad(cross_attention(q, k, v, index, user_query=o), leaves, (grad, gpu_own_grad))
+
+    gpu_own_grad = gpu.randn(U, 3, 2, 64)
+    calls["own rows trained"] = train_both
+    with use_backend(path):
+        found = check(gpu, calls)
+    assert found["first"] != found["second"]
+
+
+@inside
+@pytest.mark.parametrize(("path", "seeds"), [("gluon", 16), ("triton", 1)])
+def test_contents_that_change(gpu: StandIn, path: str, seeds: int) -> None:
+    """What is derived from an index is derived anew after it was written to, and on another stream."""
+    query, key, value = make(gpu, torch.float16, seeds)
+    index, valid = make_index(gpu, U, B, False), lengths(gpu)
+    call = lambda: cross_attention(query, key, value, index, kv_lengths=valid)  # noqa: E731
+    with use_backend(path), torch.no_grad():
+        first = gpu.launches(call)
+        again = gpu.launches(call)
+        kernels = [launch.kernel for launch in again]
+        index.to_user.copy_(torch.randint(0, U, (B,)))
+        changed = gpu.launches(call)
+        assert [launch.kernel for launch in changed] == [launch.kernel for launch in first]
+        assert changed != again
+        gpu.stream = 8
+        assert {launch.stream for launch in gpu.launches(call)} == {8}
+        gpu.stream = 7
+        assert [launch.kernel for launch in gpu.launches(call)] == kernels
+
+
+@inside
+@pytest.mark.parametrize(("path", "seeds"), [("gluon", 16), ("triton", 1)])
+def test_new_sizes_compile_nothing(gpu: StandIn, path: str, seeds: int) -> None:
+    def call(users: int, batch: int, history: int, grouped: bool = True) -> None:
+        query, key, value = (
+            gpu.randn(*shape) for shape in ((batch, seeds, 2, 64), (users, history, 1, 64), (users, history, 1, 64))
+        )
+        cross_attention(query, key, value, make_index(gpu, users, batch, grouped))
+
+    with use_backend(path):
+        # Between 33 and 64 query rows per user with one seed: one class of row tiles.
+        for grouped in (True, False):
+            call(9, 300, 64, grouped)
+        loaded = gpu.loaded
+        for users, batch in ((9, 301), (1, 40), (16, 560), (17, 600), (10, 333)):
+            for grouped in (True, False):
+                call(users, batch, 64, grouped)
+        assert gpu.loaded == loaded
+
+
+@inside
+@pytest.mark.parametrize(("path", "seeds"), [("gluon", 16), ("triton", 1)])
+def test_no_tensor_is_kept(gpu: StandIn, path: str, seeds: int) -> None:
+    def call() -> list[weakref.ref[Any]]:
+        query, key, value = (x.clone().requires_grad_() for x in make(gpu, torch.float16, seeds))
+        index: CandidateIndex = make_index(gpu, U, B, False)
+        valid = lengths(gpu)
+        out = cross_attention(query, key, value, index, kv_lengths=valid)
+        out.sum().backward()
+        return [weakref.ref(x) for x in (query, key, value, index.to_user, valid, out, query.grad, key.grad)]
+
+    with use_backend(path):
+        for _ in range(3):
+            watched = call()
+            gc.collect()
+            assert [watch() for watch in watched] == [None] * len(watched)
