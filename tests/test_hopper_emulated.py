@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex, kernels
+from ikbo_recsys.kernels import _plan
 from tests import twins
 from tests.cases import relative_error
 from tests.processes import INTERPRETED, interpreted, run_interpreted
@@ -46,7 +47,7 @@ def make_index(users: int, cands: int, grouped: bool, dtype: torch.dtype = torch
 # (multiprocessors, U, B, M, D, Ku, Kc): only a tail, pairs without one, both, more blocks than work, several column
 # tiles, a weight that stays in shared memory as a whole and one that does not
 COMPRESSION = [
-    (1, 2, 3, 40, 64, 20, 33),
+    (2, 2, 3, 40, 64, 20, 33),
     (3, 3, 4, 128, 72, 8, 64),
     (5, 3, 9, 193, 256, 70, 200),
     (9, 2, 4, 449, 256, 40, 866),
@@ -57,9 +58,18 @@ COMPRESSION = [
 @interpreted
 @pytest.mark.parametrize("sizes", COMPRESSION)
 @pytest.mark.parametrize(("dtype", "eager"), list(zip([FP16, BF16, FP16], EAGER, strict=True)))
-def test_compression_linear(sizes: tuple[int, ...], dtype: torch.dtype, eager: float) -> None:
+@pytest.mark.parametrize("tiling", [0, 1])
+def test_compression_linear(
+    sizes: tuple[int, ...], dtype: torch.dtype, eager: float, tiling: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ikbo_recsys.kernels import _compression_hopper
     from tests.emulator import emulated
 
+    allowed = _compression_hopper.tilings(-(-sizes[3] // 64))
+    if tiling >= len(allowed):
+        pytest.skip("no other tiling fits")
+    monkeypatch.setattr(_compression_hopper, "tilings", lambda row_tiles: allowed[tiling:])
+    _plan.forget()
     multiprocessors, users, batch, m, d, user_k, cand_k = sizes
     user, cand = torch.randn(users, user_k, d).to(dtype), torch.randn(batch, cand_k, d).to(dtype)
     weight, bias = torch.randn(m, user_k + cand_k).to(dtype), torch.randn(m).to(dtype)
@@ -94,6 +104,19 @@ def test_compression_linear_gradients(sizes: tuple[int, ...], eager: float, grou
         ("user", "cand", "weight", "bias"), found, torch.autograd.grad(twin, exact, grad.double()), strict=True
     ):
         assert relative_error(ours, true) < 1e-3, name
+
+
+@interpreted
+def test_compression_linear_with_more_outputs_than_multiprocessors() -> None:
+    from tests.emulator import emulated
+
+    user, cand, weight = torch.randn(3, 9, 64).half(), torch.randn(5, 40, 64).half(), torch.randn(300, 49).half()
+    index = make_index(3, 5, True)
+    with emulated(multiprocessors=3) as ran:
+        choice = kernels.explain(kernels.compression_linear, user, cand, weight, index)
+        assert "300 are more than 256" in choice.refused["gluon"]
+        assert "gluon" not in kernels.explain(kernels.compression_linear, user, cand, weight[:256], index).refused
+    assert not ran
 
 
 @interpreted

@@ -17,10 +17,34 @@ from ikbo_recsys.kernels._tma import TensorLayout, launch
 
 ROWS = 64
 USER_STEP, USER_STAGES = 64, 4
-STEP, STAGES = 32, 6
-WEIGHT_BUFFERS = 28
-"""Blocks of 64 x 32 of the weight: what 227 KiB of shared memory have room for beside 6 stages of 32 x 256 and the
-output."""
+STEP = 32
+
+
+class Tiling(NamedTuple):
+    """How a block of `candidate_kernel` uses its multiprocessor.
+
+    Attributes:
+        group: consumers of 64 rows that share what is loaded of `cand`.
+        stages: of 32 x 256 elements of `cand`.
+        weight_buffers: of 64 x 32 elements of the weight, for which 227 KiB of shared memory have room beside the
+            stages and the output.
+    """
+
+    group: int
+    stages: int
+    weight_buffers: int
+
+
+PAIRS, TRIPLES = Tiling(2, 6, 28), Tiling(3, 5, 30)
+
+
+def tilings(row_tiles: int) -> tuple[Tiling, ...]:
+    """Those that a number of row tiles allows (whole groups, or one tile more), the default first.
+
+    Triples read less from L2, 2120 KiB for 2448 per candidate at the default case of the benchmark; they have not been
+    timed.
+    """
+    return (PAIRS, TRIPLES) if row_tiles >= 3 and row_tiles % 3 < 2 else (PAIRS,)
 
 
 class CandidateSizes(NamedTuple):
@@ -34,41 +58,42 @@ class CandidateSizes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def candidate_sizes(features: int, row_tiles: int) -> CandidateSizes:
-    """Pair blocks keep every third step of the weight for life as far as the buffers go; the ring holds the other
+def candidate_sizes(features: int, row_tiles: int, tiling: Tiling = PAIRS) -> CandidateSizes:
+    """A group's blocks keep every third step of the weight for life as far as the buffers go; the ring holds the other
     steps.
 
-    In any 6 steps (as many as there are stages) at most 4 are not multiples of 3, so a ring of 4 is enough when all
-    multiples stay; else it has to be 6. Tail blocks have half the rows: they keep all, or all but a ring of 6.
+    In any 6 steps (there are no more stages) at most 4 are not multiples of 3, so a ring of 4 is enough when all
+    multiples stay; else it has one for each stage. Tail blocks have the rows of one consumer: they keep all, or all but
+    a ring of one for each stage.
     """
+    group, stages, most = tiling
     steps = cdiv(features, STEP)
     resident, ring = cdiv(steps, 3), 4
-    if 2 * (resident + ring) > WEIGHT_BUFFERS:
-        ring = STAGES
-        resident = min(resident, WEIGHT_BUFFERS // 2 - ring)
-    tail_resident = steps if steps <= WEIGHT_BUFFERS else WEIGHT_BUFFERS - STAGES
-    buffers = 2 * (resident + ring) if row_tiles > 1 else 0
-    if row_tiles % 2:
-        buffers = max(buffers, tail_resident + (0 if tail_resident == steps else STAGES))
+    if group * (resident + ring) > most:
+        ring = stages
+        resident = min(resident, most // group - ring)
+    tail_resident = steps if steps <= most else most - stages
+    buffers = group * (resident + ring) if row_tiles >= group else 0
+    if row_tiles % group:
+        buffers = max(buffers, tail_resident + (0 if tail_resident == steps else stages))
     return CandidateSizes(steps, resident, ring, tail_resident, buffers)
 
 
-def grid(batch: int, row_tiles: int, col_tiles: int, most: int) -> tuple[int, int]:
+def grid(batch: int, row_tiles: int, col_tiles: int, most: int, group: int = 2) -> tuple[int, int]:
     """`(blocks, tail blocks)` of `candidate_kernel`, at most `most` blocks.
 
-    Tail blocks take two candidates while pair blocks take one, so with one tail block for every `row_tiles` blocks
-    all of them go through the batch at the same pace, and a candidate's rows are read from memory once and from L2 by
-    the others. Away from that ratio they drift apart: at 132 blocks and 7 row tiles, 19 tail blocks (rounded up: late
-    ones would end late) took 0.363 ms where 18 took 0.487 and 21 took 0.386 to 0.407 (H200, default case of the
-    benchmark, fp16).
+    Tail blocks take a candidate for each of their consumers while the others take one, so with one tail block for every
+    `row_tiles` blocks all of them go through the batch at the same pace, and a candidate's rows are read from memory
+    once and from L2 by the others. Away from that ratio they drift apart: at 132 blocks, 7 row tiles and pairs, 19 tail
+    blocks (rounded up: late ones would end late) took 0.363 ms where 18 took 0.487 and 21 took 0.386 to 0.407 (H200,
+    default case of the benchmark, fp16).
     """
-    pairs = row_tiles // 2
-    pair_units = batch * col_tiles
-    tail_units = cdiv(batch, 2) * col_tiles if row_tiles % 2 else 0
-    blocks = min(most, pairs * pair_units + tail_units)
-    if tail_units == 0 or pairs == 0:
+    groups = row_tiles // group
+    tail_units = cdiv(batch, group) * col_tiles if row_tiles % group else 0
+    blocks = min(most, groups * batch * col_tiles + tail_units)
+    if tail_units == 0 or groups == 0:
         return blocks, blocks if tail_units else 0
-    return blocks, max(1, min(cdiv(blocks, row_tiles), tail_units, blocks - pairs))
+    return blocks, max(1, min(cdiv(blocks, row_tiles), tail_units, blocks - groups))
 
 
 def type_refusal(dtype: torch.dtype) -> str | None:
@@ -78,8 +103,11 @@ def type_refusal(dtype: torch.dtype) -> str | None:
     return f"the kernel takes float16 and bfloat16, not {dtype}"
 
 
-def refusal(user: Tensor, cand: Tensor) -> str | None:
+def refusal(user: Tensor, cand: Tensor, num_m: int) -> str | None:
     """Why the kernels cannot take the call, or None. Device, library and empty tensors are looked at elsewhere."""
+    most = (multiprocessors(cand.device) - 1) * PAIRS.group * ROWS
+    if num_m > most:
+        return f"the kernel gives each group of outputs a multiprocessor of its own: {num_m} are more than {most}"
     for name, tensor in (("user", user), ("cand", cand)):
         if not is_tma_ready(tensor):
             return f"{name} is not aligned to {TMA_ALIGNMENT} bytes in its base and its strides {tensor.stride()}"
@@ -156,16 +184,18 @@ class Forward:
         from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
 
         num_users, batch, features = sizes
-        division = candidate_sizes(features, shared["ROW_TILES"])
-        blocks, tail_blocks = grid(batch, shared["ROW_TILES"], shared["COL_TILES"], most)
+        tiling = tilings(shared["ROW_TILES"])[0]
+        division = candidate_sizes(features, shared["ROW_TILES"], tiling)
+        blocks, tail_blocks = grid(batch, shared["ROW_TILES"], shared["COL_TILES"], most, tiling.group)
         constants = {
             **shared,
             "STEPS": division.steps,
-            "STAGES": STAGES,
+            "STAGES": tiling.stages,
             "RESIDENT": division.resident,
             "RING": division.ring,
             "TAIL_RESIDENT": division.tail_resident,
             "WEIGHT_BUFFERS": division.weight_buffers,
+            "GROUP": tiling.group,
         }
         self._cand_numbers = (num_users, batch, tail_blocks)
         key = (*facts, to_user.dtype)

@@ -30,7 +30,9 @@ def choose(user: Tensor, cand: Tensor, weight: Tensor) -> Choice:
     portable = _backend.portable_refusal(cand.device, cand.dtype)
     if portable is None and 0 in (*user.shape, *cand.shape, *weight.shape):
         portable = NO_WORK
-    hopper = portable or _backend.hopper_refusal(cand.device) or _compression_hopper.refusal(user, cand)
+    hopper = (
+        portable or _backend.hopper_refusal(cand.device) or _compression_hopper.refusal(user, cand, weight.shape[0])
+    )
     return _choose(cand.dtype, portable, hopper)
 
 

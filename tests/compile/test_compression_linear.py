@@ -153,9 +153,18 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
 )
 def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str) -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
+
+    for tiling in hopper.tilings(row_tiles):
+        check_hopper_candidates(dtype, cols, row_tiles, col_tiles, features, index, tiling)
+
+
+def check_hopper_candidates(
+    dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str, tiling: tuple[int, int, int]
+) -> None:
+    from ikbo_recsys.kernels import _compression_hopper as hopper
     from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
 
-    sizes = hopper.candidate_sizes(features, row_tiles)
+    sizes = hopper.candidate_sizes(features, row_tiles, tiling)
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.STEP]),
         "cand_desc": descriptor(dtype, [1, hopper.STEP, cols]),
@@ -163,11 +172,15 @@ def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int
         **{"user_ptr": f"*{dtype}", "index_ptr": f"*{index}"},
         **dict.fromkeys(("num_users", "batch", "tail_blocks"), "i32"),
     }
-    constants = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STEPS": sizes.steps, "STAGES": hopper.STAGES}
+    constants = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STEPS": sizes.steps, "STAGES": tiling.stages}
     constants |= {"RESIDENT": sizes.resident, "RING": sizes.ring, "TAIL_RESIDENT": sizes.tail_resident}
-    constants |= {"WEIGHT_BUFFERS": sizes.weight_buffers}
+    constants |= {"WEIGHT_BUFFERS": sizes.weight_buffers, "GROUP": tiling.group}
     compiled = compile_kernel(candidate_kernel, signature, constants, aligned=["user_ptr"], num_warps=4)
-    assert_no_spills(compiled)
+    if tiling.group == 2:
+        assert_no_spills(compiled)
+    else:
+        # Up to four numbers that are read once per tile, outside of the loop over K.
+        assert compiled.resources["STACK"] <= 16, compiled.resources
     assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
 
@@ -177,18 +190,19 @@ def test_hopper_sizes() -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
 
     for features in (*range(1, 2000, 7), 866, 896, 897, 5000):
-        for row_tiles in (1, 2, 3, 7):
-            sizes = hopper.candidate_sizes(features, row_tiles)
-            assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
-            assert sizes.weight_buffers <= hopper.WEIGHT_BUFFERS
-            stays = [k % 3 == 0 and k // 3 < sizes.resident for k in range(sizes.steps)] * 3
-            windows = (stays[i : i + hopper.STAGES] for i in range(len(stays)))
-            assert max(window.count(False) for window in windows) <= sizes.ring
-            if row_tiles > 1:
-                assert 2 * (sizes.resident + sizes.ring) <= sizes.weight_buffers
-            if row_tiles % 2:
-                ring = 0 if sizes.tail_resident == sizes.steps else hopper.STAGES
-                assert sizes.tail_resident + ring <= sizes.weight_buffers
+        for row_tiles in (1, 2, 3, 4, 7):
+            for tiling in hopper.tilings(row_tiles):
+                sizes = hopper.candidate_sizes(features, row_tiles, tiling)
+                assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
+                assert sizes.weight_buffers <= tiling.weight_buffers
+                stays = [k % 3 == 0 and k // 3 < sizes.resident for k in range(sizes.steps)] * 3
+                windows = (stays[i : i + tiling.stages] for i in range(len(stays)))
+                assert max(window.count(False) for window in windows) <= sizes.ring
+                if row_tiles >= tiling.group:
+                    assert tiling.group * (sizes.resident + sizes.ring) <= sizes.weight_buffers
+                if row_tiles % tiling.group:
+                    ring = 0 if sizes.tail_resident == sizes.steps else tiling.stages
+                    assert sizes.tail_resident + ring <= sizes.weight_buffers
 
 
 def test_hopper_grid() -> None:
@@ -198,7 +212,8 @@ def test_hopper_grid() -> None:
     for batch in (1, 2, 3, 37, 131, 1024, 70000):
         for row_tiles in (1, 2, 3, 7, 14):
             for col_tiles in (1, 2):
-                blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132)
-                assert 1 <= blocks <= 132
-                assert (tails > 0) == (row_tiles % 2 == 1)
-                assert blocks - tails >= row_tiles // 2
+                for group, _, _ in hopper.tilings(row_tiles):
+                    blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132, group)
+                    assert 1 <= blocks <= 132
+                    assert (tails > 0) == (row_tiles % group == 1)
+                    assert blocks - tails >= row_tiles // group

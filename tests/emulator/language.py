@@ -134,6 +134,7 @@ gl = SimpleNamespace(
     log2=lambda x: Value(torch.log2(raw(x))),
     sum=lambda x, axis: Value(raw(x).sum(axis)),
     max=lambda x, axis: Value(raw(x).amax(axis)),
+    join=lambda a, b: Value(torch.stack((raw(a), raw(b)), -1)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     load=_load,
     store=_store,

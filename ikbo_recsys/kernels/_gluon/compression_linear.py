@@ -4,14 +4,17 @@
 the second kernel lie in its registers, so that they start from it by plain 8-byte loads, without shared memory or an
 epilogue.
 
-`candidate_kernel` computes `out[b] = weight_cand @ cand[b] + user_part[index[b]]`. Its blocks are persistent: two
-consumers of 64 rows each, which share every block of `cand`, and a producer. What bounds it is the traffic from L2,
-so a block keeps its 128 rows of the weight for life and a third of their columns in shared memory. With an odd number
-of row tiles the last one is a *tail*: some blocks do only tails, of two candidates at a time, with all of the
-weight's 64 rows in shared memory.
+`candidate_kernel` computes `out[b] = weight_cand @ cand[b] + user_part[index[b]]`. Its blocks are persistent: a group
+of two or three consumers of 64 rows each, which share every block of `cand`, and a producer. What bounds it is the
+traffic from L2, so a block keeps its rows of the weight for life and some of their columns in shared memory. Where the
+row tiles are one more than whole groups, the last one is a *tail*: some blocks do only tails, of as many candidates at
+a time as a group has consumers, with the weight's 64 rows in shared memory.
 
 A consumer may not skip a phase of a barrier (it would take the phase before for the one it waits for), so in tail
-blocks each consumer sees and releases the other one's stages too.
+blocks each consumer sees and releases the others' stages too.
+
+With three consumers a thread has 160 registers, and of those the assembler gives one instruction at most 128: products
+are 128 columns wide there instead of 256.
 
 Shape letters: U users, B candidates, K contracted features, D embedding size, M outputs. Tiles: ROWS = 64 rows, COLS
 columns, STEP columns of the weight per stage, STEPS stages of K per tile.
@@ -52,8 +55,8 @@ def fragment_layout(cols):
 
 
 @gluon.constexpr_function
-def accumulator_layout(cols):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cols, 16])
+def accumulator_layout(cols, widest=256):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(cols, widest), 16])
 
 
 @gluon.jit
@@ -195,7 +198,7 @@ def user_part_kernel(
 
 
 @gluon.jit
-def role(tail_blocks, ROW_TILES: gl.constexpr):
+def role(tail_blocks, ROW_TILES: gl.constexpr, GROUP: gl.constexpr):
     """`(is_tail, first, step, row tile)`: this block takes units `first, first + step, ...` of its row tiles.
 
     Tail blocks are spread evenly over the grid: they load more than the others, and neighbours share a way to L2.
@@ -204,18 +207,18 @@ def role(tail_blocks, ROW_TILES: gl.constexpr):
     blocks = gl.num_programs(0)
     tail = block * tail_blocks // blocks
     is_tail = (block + 1) * tail_blocks // blocks > tail
-    PAIRS: gl.constexpr = ROW_TILES // 2
-    if PAIRS == 0:
+    GROUPS: gl.constexpr = ROW_TILES // GROUP
+    if GROUPS == 0:
         return is_tail, tail, tail_blocks, gl.to_tensor(0)
-    pair = (block - tail) % PAIRS
-    first = gl.where(is_tail, tail, (block - tail) // PAIRS)
-    step = gl.where(is_tail, tail_blocks, (blocks - tail_blocks - pair + PAIRS - 1) // PAIRS)
-    return is_tail, first, step, gl.where(is_tail, ROW_TILES - 1, 2 * pair)
+    group = (block - tail) % GROUPS
+    first = gl.where(is_tail, tail, (block - tail) // GROUPS)
+    step = gl.where(is_tail, tail_blocks, (blocks - tail_blocks - group + GROUPS - 1) // GROUPS)
+    return is_tail, first, step, gl.where(is_tail, ROW_TILES - 1, GROUP * group)
 
 
 @gluon.jit
 def ring_slot(k, ring, RESIDENT: gl.constexpr, RING: gl.constexpr):
-    """`(stays, pair of weight buffers, next ring)` of step k in a pair block: every third step's weight stays for
+    """`(stays, group of weight buffers, next ring)` of step k in a group's block: every third step's weight stays for
     life."""
     stays = (k % 3 == 0) & (k // 3 < RESIDENT)
     following = gl.where(ring == RING - 1, 0, ring + 1)
@@ -229,11 +232,13 @@ def tail_slot(k, stage, TAIL_RESIDENT: gl.constexpr):
 
 
 @gluon.jit
-def pass_over(full, empty, stage, phase, is_tail, STAGES: gl.constexpr):
-    """In a tail block, see the other consumer's stage filled and let it go."""
-    mbarrier.wait(full.index(stage), phase, pred=is_tail)
-    mbarrier.arrive(empty.index(stage), pred=is_tail)
-    return advance(stage, phase, is_tail.to(gl.int32), STAGES)
+def pass_over(full, empty, stage, phase, is_tail, TIMES: gl.constexpr, STAGES: gl.constexpr):
+    """In a tail block, see the stages of other consumers filled and let them go."""
+    for _ in gl.static_range(TIMES):
+        mbarrier.wait(full.index(stage), phase, pred=is_tail)
+        mbarrier.arrive(empty.index(stage), pred=is_tail)
+        stage, phase = advance(stage, phase, is_tail.to(gl.int32), STAGES)
+    return stage, phase
 
 
 @gluon.jit
@@ -243,6 +248,23 @@ def halves(tile):
     left, right = tile.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
     layout: gl.constexpr = accumulator_layout(HALF)
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def whole(left, right):
+    """The inverse of `halves`, for products half as wide as the tile; no data moves."""
+    HALF: gl.constexpr = left.shape[1]
+    tile = gl.join(left, right).permute([0, 2, 1]).reshape([ROWS, 2 * HALF])
+    return gl.convert_layout(tile, accumulator_layout(2 * HALF, HALF), assert_trivial=True)
+
+
+@gluon.jit
+def load_halves(pointer, COLS: gl.constexpr):
+    """The two halves of a tile in fragment order, each in that order itself."""
+    RUN: gl.constexpr = ROWS * COLS // 8
+    offsets = gl.arange(0, ROWS * COLS // 2, layout=fragment_layout(COLS // 2))
+    pointer += offsets + offsets // RUN * RUN
+    return gl.load(pointer), gl.load(pointer + RUN)
 
 
 @gluon.jit
@@ -267,8 +289,15 @@ def user_of(index_ptr, b, batch, num_users):
 
 
 @gluon.jit
+def tile_of(u, unit, ROW_TILES: gl.constexpr, COL_TILES: gl.constexpr, SIZE: gl.constexpr):
+    """Where a user's tile for a unit begins, from that of user 0 and column tile 0 on."""
+    return u.to(gl.int64) * (ROW_TILES * COL_TILES * SIZE) + unit % COL_TILES * SIZE
+
+
+@gluon.jit
 def candidate_consumer(
     WHICH: gl.constexpr,
+    GROUP: gl.constexpr,
     out_desc,
     out_bufs,
     user_ptr,
@@ -293,9 +322,9 @@ def candidate_consumer(
     COLS: gl.constexpr = cand_bufs.shape[3]
     SIZE: gl.constexpr = ROWS * COLS
     offsets = gl.arange(0, SIZE, layout=fragment_layout(COLS))
-    is_tail, first, step, row_tile = role(tail_blocks, ROW_TILES)
+    is_tail, first, step, row_tile = role(tail_blocks, ROW_TILES, GROUP)
     row_tile = gl.where(is_tail, row_tile, row_tile + WHICH)
-    per_unit = gl.where(is_tail, 2, 1)
+    per_unit = gl.where(is_tail, GROUP, 1)
     own = gl.where(is_tail, WHICH, 0)
     units = (batch + per_unit - 1) // per_unit * COL_TILES
     stage = gl.to_tensor(0)
@@ -304,18 +333,23 @@ def candidate_consumer(
     user_tiles = user_ptr + row_tile * (COL_TILES * SIZE)
     u = user_of(index_ptr, first // COL_TILES * per_unit + own, batch, num_users)
     wait_for_primary_grid()
-    place = u.to(gl.int64) * (ROW_TILES * COL_TILES * SIZE) + first % COL_TILES * SIZE
-    fragments = gl.load(user_tiles + place + offsets)
+    if GROUP == 2:
+        fragments = gl.load(user_tiles + tile_of(u, first, ROW_TILES, COL_TILES, SIZE) + offsets)
     mbarrier.wait(weight_full.index(0), 0)
     for unit in range(first, units, step):
-        acc = from_fragments(fragments.to(gl.float32), COLS)
-        u = user_of(index_ptr, (unit + step) // COL_TILES * per_unit + own, batch, num_users)
+        if GROUP == 2:
+            acc = from_fragments(fragments.to(gl.float32), COLS)
+        else:
+            left, right = load_halves(user_tiles + tile_of(u, unit, ROW_TILES, COL_TILES, SIZE), COLS)
+            left = from_fragments(left.to(gl.float32), COLS // 2)
+            acc = whole(left, from_fragments(right.to(gl.float32), COLS // 2))
+        if GROUP == 2:
+            u = user_of(index_ptr, (unit + step) // COL_TILES * per_unit + own, batch, num_users)
         previous = gl.to_tensor(0)
         for k in range(0, STEPS):
-            if WHICH == 1:
-                stage, phase = pass_over(full, empty, stage, phase, is_tail, STAGES)
-            _, pair, ring = ring_slot(k, ring, RESIDENT, RING)
-            slot = gl.where(is_tail, tail_slot(k, stage, TAIL_RESIDENT), 2 * pair + WHICH)
+            stage, phase = pass_over(full, empty, stage, phase, is_tail, WHICH, STAGES)
+            _, group, ring = ring_slot(k, ring, RESIDENT, RING)
+            slot = gl.where(is_tail, tail_slot(k, stage, TAIL_RESIDENT), GROUP * group + WHICH)
             mbarrier.wait(full.index(stage), phase)
             cand = cand_bufs.index(stage).reshape([STEP, COLS])
             acc = warpgroup_mma(weight_bufs.index(slot), cand, acc, is_async=True)
@@ -323,24 +357,27 @@ def candidate_consumer(
             mbarrier.arrive(empty.index(previous), pred=k > 0)
             previous = stage + 0
             stage, phase = advance(stage, phase, 1, STAGES)
-            if WHICH == 0:
-                stage, phase = pass_over(full, empty, stage, phase, is_tail, STAGES)
+            stage, phase = pass_over(full, empty, stage, phase, is_tail, GROUP - 1 - WHICH, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(previous))
-        # The user's tile of the next unit arrives while the second half of this one is stored. (Loaded before the
-        # first half, it would find all registers taken and spill.)
+        # With two consumers the user's tile of the next unit arrives while the second half of this one is stored.
+        # (Loaded before the first half, it would find all registers taken and spill.) With three there is no room, and
+        # two others are at work meanwhile.
         b = unit // COL_TILES * per_unit + own
         col = unit % COL_TILES * COLS
         left, right = halves(acc.to(out_desc.dtype))
         store_columns(left, out_desc, out_bufs.index(WHICH), b, row_tile * ROWS, col)
-        place = u.to(gl.int64) * (ROW_TILES * COL_TILES * SIZE) + (unit + step) % COL_TILES * SIZE
-        fragments = gl.load(user_tiles + place + offsets)
+        if GROUP == 2:
+            fragments = gl.load(user_tiles + tile_of(u, unit + step, ROW_TILES, COL_TILES, SIZE) + offsets)
+        else:
+            u = user_of(index_ptr, (unit + step) // COL_TILES * per_unit + own, batch, num_users)
         store_columns(right, out_desc, out_bufs.index(WHICH), b, row_tile * ROWS, col + COLS // 2)
     tma.store_wait(0)
 
 
 @gluon.jit
 def candidate_producer(
+    GROUP: gl.constexpr,
     weight_desc,
     cand_desc,
     batch,
@@ -362,7 +399,7 @@ def candidate_producer(
     COLS: gl.constexpr = cand_bufs.shape[3]
     WEIGHT_BYTES: gl.constexpr = ROWS * STEP * 2
     CAND_BYTES: gl.constexpr = COLS * STEP * 2
-    is_tail, first, step, row_tile = role(tail_blocks, ROW_TILES)
+    is_tail, first, step, row_tile = role(tail_blocks, ROW_TILES, GROUP)
     row = row_tile * ROWS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -370,10 +407,10 @@ def candidate_producer(
         mbarrier.expect(weight_full.index(0), TAIL_RESIDENT * WEIGHT_BYTES)
         for k in range(0, TAIL_RESIDENT):
             tma_load(weight_desc, [row, k * STEP], weight_full.index(0), weight_bufs.index(k))
-        for unit in range(first, (batch + 1) // 2 * COL_TILES, step):
+        for unit in range(first, (batch + GROUP - 1) // GROUP * COL_TILES, step):
             col = unit % COL_TILES * COLS
             for k in range(0, STEPS):
-                for which in gl.static_range(2):
+                for which in gl.static_range(GROUP):
                     mbarrier.wait(empty.index(stage), phase)
                     if k < TAIL_RESIDENT:
                         mbarrier.expect(full.index(stage), CAND_BYTES)
@@ -381,26 +418,28 @@ def candidate_producer(
                         mbarrier.expect(full.index(stage), WEIGHT_BYTES + CAND_BYTES)
                         slot = tail_slot(k, stage, TAIL_RESIDENT)
                         tma_load(weight_desc, [row, k * STEP], full.index(stage), weight_bufs.index(slot))
-                    b = unit // COL_TILES * 2 + which
+                    b = unit // COL_TILES * GROUP + which
                     tma_load(cand_desc, [b, k * STEP, col], full.index(stage), cand_bufs.index(stage))
                     stage, phase = advance(stage, phase, 1, STAGES)
     else:
-        mbarrier.expect(weight_full.index(0), RESIDENT * 2 * WEIGHT_BYTES)
+        mbarrier.expect(weight_full.index(0), RESIDENT * GROUP * WEIGHT_BYTES)
         for i in range(0, RESIDENT):
-            tma_load(weight_desc, [row, 3 * i * STEP], weight_full.index(0), weight_bufs.index(2 * i))
-            tma_load(weight_desc, [row + ROWS, 3 * i * STEP], weight_full.index(0), weight_bufs.index(2 * i + 1))
+            for which in gl.static_range(GROUP):
+                slot = weight_bufs.index(GROUP * i + which)
+                tma_load(weight_desc, [row + which * ROWS, 3 * i * STEP], weight_full.index(0), slot)
         ring = gl.to_tensor(0)
         for unit in range(first, batch * COL_TILES, step):
             col = unit % COL_TILES * COLS
             for k in range(0, STEPS):
-                stays, pair, ring = ring_slot(k, ring, RESIDENT, RING)
+                stays, group, ring = ring_slot(k, ring, RESIDENT, RING)
                 mbarrier.wait(empty.index(stage), phase)
                 if stays:
                     mbarrier.expect(full.index(stage), CAND_BYTES)
                 else:
-                    mbarrier.expect(full.index(stage), 2 * WEIGHT_BYTES + CAND_BYTES)
-                    tma_load(weight_desc, [row, k * STEP], full.index(stage), weight_bufs.index(2 * pair))
-                    tma_load(weight_desc, [row + ROWS, k * STEP], full.index(stage), weight_bufs.index(2 * pair + 1))
+                    mbarrier.expect(full.index(stage), GROUP * WEIGHT_BYTES + CAND_BYTES)
+                    for which in gl.static_range(GROUP):
+                        slot = weight_bufs.index(GROUP * group + which)
+                        tma_load(weight_desc, [row + which * ROWS, k * STEP], full.index(stage), slot)
                 tma_load(cand_desc, [unit // COL_TILES, k * STEP, col], full.index(stage), cand_bufs.index(stage))
                 stage, phase = advance(stage, phase, 1, STAGES)
 
@@ -427,6 +466,7 @@ def candidate_kernel(
     RING: gl.constexpr,
     TAIL_RESIDENT: gl.constexpr,
     WEIGHT_BUFFERS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """`weight_cand @ cand[b] + user_part[index[b]]`; see the top of the file, and `_compression_hopper.py` for the
     sizes."""
@@ -434,24 +474,40 @@ def candidate_kernel(
         weight_desc.dtype, [WEIGHT_BUFFERS] + weight_desc.block_shape, weight_desc.layout
     )
     cand_bufs = gl.allocate_shared_memory(cand_desc.dtype, [STAGES] + cand_desc.block_shape, cand_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_shape, out_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [GROUP] + out_desc.block_shape, out_desc.layout)
     weight_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(weight_full.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=GROUP)
     # fmt: off
-    gl.warp_specialize([
-        (candidate_consumer, (0, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
-                              weight_bufs, cand_bufs, weight_full, full, empty,
-                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
-        (candidate_consumer, (1, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
-                              weight_bufs, cand_bufs, weight_full, full, empty,
-                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
-        (candidate_producer, (weight_desc, cand_desc, batch, tail_blocks,
-                              weight_bufs, cand_bufs, weight_full, full, empty,
-                              ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
-    ], [4, 1], [240, 24])
+    if GROUP == 2:
+        gl.warp_specialize([
+            (candidate_consumer, (0, 2, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+            (candidate_consumer, (1, 2, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+            (candidate_producer, (2, weight_desc, cand_desc, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (candidate_consumer, (0, 3, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+            (candidate_consumer, (1, 3, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+            (candidate_consumer, (2, 3, out_desc, out_bufs, user_ptr, index_ptr, num_users, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+            (candidate_producer, (3, weight_desc, cand_desc, batch, tail_blocks,
+                                  weight_bufs, cand_bufs, weight_full, full, empty,
+                                  ROW_TILES, COL_TILES, STEPS, STAGES, RESIDENT, RING, TAIL_RESIDENT)),
+        ], [4, 4, 1], [160, 160, 24])
     # fmt: on
