@@ -207,6 +207,70 @@ def test_falling_offsets_stay_inside_the_table() -> None:
     assert bool(((rows >= 0) & (rows < ends) & (ends <= 200)).all())
 
 
+@interpreted
+def test_more_tiles_than_32_bits_hold() -> None:
+    """Offsets that go to and fro between 0 and 2^28 candidates: 2^23 tiles for every other user, room for ten."""
+    from ikbo_recsys.kernels._triton.schedule import fill_tile_table
+
+    users, limit = 601, 10
+    table = torch.full((1 + limit, 4), -7, dtype=torch.int32)
+    offsets = torch.tensor([0, 2**28] * 301)
+    fill_tile_table[(10,)](
+        *(table, offsets, offsets, users, 2**28, 4, 100, limit), ROWS=128, KV_LAYOUT=0, BLOCK=64, STEP=16, CHAINED=False
+    )
+    assert int(table[0, 0]) == limit
+    assert table[1:].tolist() == [[128 * tile, 2**30, 0, 100] for tile in range(limit)]
+
+
+@interpreted
+def test_strided_index_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and offsets that are columns of a matrix."""
+    from ikbo_recsys import CandidateIndex, kernels
+    from ikbo_recsys.kernels import _backend
+
+    monkeypatch.setattr(_backend, "portable_refusal", lambda *_: None)
+    ids = torch.randint(0, 3, (9,)).sort()[0]
+    grouped = CandidateIndex.from_user_ids(ids, 3, grouped=True)
+    column = torch.stack((grouped.offsets, grouped.offsets + 1), 1)[:, 0]
+    index = CandidateIndex(ids, 3, column)
+    query, history = torch.randn(9, 2, 2, 16), torch.randn(3, 11, 2, 2, 16)
+    lengths = torch.tensor([[5, 11], [0, 11], [11, 1]])[:, 0]
+    valid = torch.arange(11) < lengths[:, None]
+    offsets = torch.stack((torch.tensor([0, 5, 5, 16]), torch.zeros(4).long()), 1)[:, 0]
+    assert not any(x.is_contiguous() for x in (column, lengths, offsets))
+    exact = twins.cross_attention(query.double(), *history.double().unbind(2), ids, lengths)
+    with _backend.use_backend("triton"):
+        padded = kernels.cross_attention(query, *history.unbind(2), index, kv_lengths=lengths)
+        jagged = kernels.cross_attention(query, *history[valid].unbind(1), index, kv_offsets=offsets)
+    assert relative_error(padded, exact) < 2e-6
+    assert relative_error(jagged, exact) < 2e-6
+
+
+@interpreted
+def test_saved_tensors_that_come_back_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.autograd.graph.save_on_cpu` gives them: not in the layout that the plan's launches are for."""
+    from ikbo_recsys.kernels._attention_launch import LENGTHS
+    from ikbo_recsys.kernels._attention_plans import Plan, group
+
+    to_user = torch.randint(0, 3, (9,)).sort()[0]
+    offsets, _ = group(to_user, 3)
+    query, history, lengths = torch.randn(9, 2, 2, 32)[..., 16:], torch.randn(3, 11, 2, 2, 16), torch.tensor([5, 0, 11])
+    plan = Plan("triton", 3, LENGTHS, 0.25)
+    leaves = [x.detach().requires_grad_() for x in (query, *history.unbind(2))]
+
+    def gradients_by_the_plan() -> tuple[Tensor, ...]:
+        out = plan(*leaves, to_user, offsets, lengths)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = gradients_by_the_plan()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    ):
+        found = gradients_by_the_plan()
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def _call(seed: int, grouped: bool, first: bool) -> tuple:
     """One call through the public function, or the repetition of one, against its twin; operands and signature."""
     from ikbo_recsys import CandidateIndex, kernels

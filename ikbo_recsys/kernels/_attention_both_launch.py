@@ -26,7 +26,7 @@ from ikbo_recsys.kernels._attention_launch import (
     summed,
 )
 from ikbo_recsys.kernels._launch import device_guard
-from ikbo_recsys.kernels._plan import Launch, is_traced
+from ikbo_recsys.kernels._plan import Launch
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -51,7 +51,7 @@ class Forward:
         self._numbers = (*problem.sizes(), user_query.shape[1], *strides)
         self._launch = Launch(
             attention_forward_both,
-            problem.launch_key(user_query),
+            None,
             row_slots(problem, tile.rows) * query.shape[2],
             problem.constants(ROWS=tile.rows, KEYS=tile.keys, STORE_LSE=store_lse),
             num_warps=tile.warps,
@@ -80,7 +80,7 @@ class BackwardQuery:
         self._numbers = (*problem.sizes(), queries(problem)[1].shape[1], *_strides(problem, grads))
         self._launch = Launch(
             attention_backward_query_both,
-            problem.launch_key(queries(problem)[1], *grads),
+            None,
             row_slots(problem, tile.rows) * problem.query.shape[2],
             problem.constants(
                 **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys},
@@ -121,7 +121,7 @@ class BackwardKeyValue:
         self._numbers = (*problem.sizes(), user_query.shape[1], key.numel(), *_strides(problem, grads))
         self._launch = Launch(
             attention_backward_key_value_both,
-            (*problem.launch_key(user_query, *grads), is_traced() or key.numel() < 2**31),
+            None,
             slots * key.shape[-2] * self._splits,
             problem.constants(
                 **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": self._splits},

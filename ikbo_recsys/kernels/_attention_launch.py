@@ -90,14 +90,16 @@ _index_values: Any = WeakIdKeyDictionary()
 
 
 def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What is derived from an index tensor, made once per tensor, contents (its version counter) and stream.
+    """What is derived from an index tensor, made once per tensor, contents (its version counter), stream and mode.
 
     The values live as long as the tensor. Within a captured CUDA graph they are made anew, so that a replay sees the
     contents of its time; so they are for inference tensors, whose writes leave no trace.
     """
     if is_traced() or index.device.type != "cuda" or index.is_inference() or torch.cuda.is_current_stream_capturing():
         return make()
-    key = (index._version, index.data_ptr(), torch._C._cuda_getCurrentRawStream(index.get_device()), key)
+    stream = torch._C._cuda_getCurrentRawStream(index.get_device())
+    # What is made in inference mode cannot be saved for a backward pass later.
+    key = (index._version, index.data_ptr(), stream, torch.is_inference_mode_enabled(), key)
     values = _index_values.get(index)
     if values is None:
         _index_values[index] = values = {}
@@ -158,17 +160,8 @@ class Problem:
             return 64
         return cdiv(rows, max(users, 1)) + own
 
-    def launch_key(self, *more: Tensor) -> tuple[Hashable, ...]:
-        """What Triton specializes a launch on (see `_plan.launch`), `more` being further tensors read in place."""
-        if is_traced():
-            return ()
-        facts: list[Hashable] = []
-        for tensor in (self.query, self.key, self.value, *more):
-            facts += (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
-        return (*facts, *self.index_key())
-
     def index_key(self) -> tuple[Hashable, ...]:
-        """The part of `launch_key` that kernels have which read the rest through TMA descriptors."""
+        """What Triton specializes kernels on that read all but the index, and fresh tensors, through descriptors."""
         kv, permutation = self.kv, self.permutation
         return (
             *(self.query.device, self.query.dtype, self.offsets.dtype),
@@ -232,7 +225,7 @@ class Forward:
         self._numbers = (*problem.sizes(), *problem.query_strides(), *problem.history_strides())
         self._launch = Launch(
             attention_forward,
-            problem.launch_key(),
+            None,
             row_slots(problem, tile.rows) * query.shape[2],
             problem.constants(ROWS=tile.rows, KEYS=tile.keys, STORE_LSE=store_lse),
             num_warps=tile.warps,
@@ -268,7 +261,7 @@ class BackwardQuery:
         self._numbers = (*problem.sizes(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_query,
-            problem.launch_key(grad),
+            None,
             row_slots(problem, tile.rows) * problem.query.shape[2],
             problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need, GRAD_LSE=has_grad_lse),
             num_warps=tile.warps,
@@ -302,7 +295,7 @@ class BackwardKeyValue:
         self._numbers = (*problem.sizes(), key.numel(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_key_value,
-            (*problem.launch_key(grad), is_traced() or key.numel() < 2**31),
+            None,
             slots * key.shape[-2] * self._splits,
             problem.constants(
                 **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": self._splits},

@@ -84,7 +84,8 @@ class Plan:
 
     def backward(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any, needs: tuple[Any, ...]) -> Any:
         """dq, dk and dv, None where not needed; `needs` says for each, `grad_lse` is None where there is none."""
-        return self._backward((*_facts(grad), needs, grad_lse is None), problem, out, lse, grad, grad_lse, needs)
+        facts = (*_facts(problem.query, problem.key, problem.value, grad), needs, grad_lse is None)
+        return self._backward(facts, problem, out, lse, grad, grad_lse, needs)
 
     def _backward(
         self,
@@ -125,12 +126,18 @@ class BothPlan(Plan):
         return (*outs, *lses) if self.return_lse else outs
 
     def backward(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any, needs: tuple[Any, ...]) -> Any:
-        facts = (_facts(grad[0]), _facts(grad[1]), needs, grad_lse is None)
+        saved = (problem.query, problem.user_query, problem.key, problem.value)
+        facts = (*_facts(*saved, *grad), needs, grad_lse is None)
         return self._backward(facts, problem, out, lse, grad, grad_lse, needs)
 
 
-def _facts(grad: Tensor) -> tuple[Hashable, ...]:
-    return grad.dtype, grad.stride(), grad.data_ptr() & 15
+def _facts(*tensors: Any) -> list[Hashable]:
+    """What prepared launches depend on. Saved tensors are not always as they were: hooks may have moved them
+    (`torch.autograd.graph.save_on_cpu`), and back they come contiguous."""
+    found: list[Hashable] = [tensors[-1].dtype]
+    for tensor in tensors:
+        found += (tensor.stride(), tensor.data_ptr() & 15)
+    return found
 
 
 def forward_launch(problem: Problem, store_lse: bool, path: str) -> Any:

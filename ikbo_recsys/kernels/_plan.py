@@ -193,8 +193,9 @@ def _specialization(kernel: Any, arguments: Sequence[Any]) -> tuple[Hashable, ..
     for argument, parameter in zip(arguments, parameters, strict=False):
         if isinstance(argument, Tensor):
             key += (argument.dtype, *_launch.pointer_facts(argument))
-        elif not parameter.do_not_specialize:
-            key.append(argument)
+        else:
+            # Of the others only the width counts: 32 bits, or 64.
+            key.append(argument >= 2**31 if parameter.do_not_specialize else argument)
     return tuple(key)
 
 

@@ -332,6 +332,35 @@ def test_two_streams_share_an_index(path: str) -> None:
     assert all(torch.equal(out, expected) for out in outs)
 
 
+def test_lengths_and_offsets_that_are_columns_of_a_matrix(path: str) -> None:
+    call = Call(4, 64, 64, 200, (2, 2), 64)
+    expected = call.run(call.query, call.key, call.value)
+    column = torch.stack((call.options["kv_lengths"], torch.zeros_like(call.lengths)), 1)[:, 0]
+    offsets = torch.stack((call.index.offsets, call.index.offsets + 7), 1)[:, 0]
+    index = CandidateIndex(call.index.to_user, 4, offsets)
+    for _ in range(2):
+        out = kernels.cross_attention(call.query, call.key, call.value, index, kv_lengths=column)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_trained_after_inference_mode_on_the_same_index(path: str, grouped: bool) -> None:
+    call = Call(4, 64, 64, 200, (2, 2), 64, grouped=grouped)
+    with torch.inference_mode():
+        expected = call.run(call.query, call.key, call.value)
+    assert torch.equal(call.ours()[0], expected)
+
+
+def test_saved_tensors_that_were_on_the_cpu(path: str) -> None:
+    """They come back contiguous: not in the layout of the operands, which are views of one buffer here."""
+    call = Call(4, 64, 64, 200, (2, 2), 64)
+    expected = call.ours()
+    with torch.autograd.graph.save_on_cpu():
+        found = call.ours()
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_which_path_and_why() -> None:
     call = Call(3, 96, 64, 300, (2, 2), 128)
     choice = kernels._backend.explain(kernels.cross_attention, call.query, call.key, call.value, call.index)

@@ -159,14 +159,15 @@ def _fill_table(
         )
         longer = other_keys[None, :] > keys[:, None]
         before = longer | ((other_keys[None, :] == keys[:, None]) & (other[None, :] < user[:, None]))
-        place += tl.sum(tl.where(before, other_tiles[None, :], 0), 1)
-        total += tl.sum(other_tiles, 0)
+        # Never beyond `limit`: what offsets that fall add up to may not fit in 32 bits.
+        place = tl.minimum(place + tl.sum(tl.where(before, other_tiles[None, :], 0), 1), limit)
+        total = tl.minimum(total + tl.sum(other_tiles, 0), limit)
     if tl.program_id(0) == 0:
-        tl.store(table_ptr, tl.minimum(total, limit))
-    most = tl.max(tiles, 0)
+        tl.store(table_ptr, total)
+    most = tl.minimum(tl.max(tiles, 0), limit)
     for first in range(0, most, STEP):
         tile = first + tl.arange(0, STEP)[None, :]
-        mask = (tile < tiles[:, None]) & (place[:, None] >= 0) & (place[:, None] + tile < limit)
+        mask = (tile < tiles[:, None]) & (tile < limit - place[:, None])
         entry = table_ptr + (1 + place[:, None] + tile) * 4
         row = start[:, None] + tile * ROWS
         stop = end[:, None] + tile * 0
