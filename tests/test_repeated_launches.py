@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import _backend, _plan, compression_linear, linear, segment_sum, use_backend
+from ikbo_recsys.kernels import (
+    _backend,
+    _compression_weight,
+    _plan,
+    compression_linear,
+    linear,
+    segment_sum,
+    use_backend,
+)
 from tests import standin
 from tests.standin import Launch, StandIn, inside, outside
 
@@ -242,6 +250,13 @@ def test_a_weight_that_changes(gpu: StandIn, path: str) -> None:
         ):
             change()
             assert contents() == expected()
+        mine = _compression_weight.aligned_parts(weight, 9)
+        assert _compression_weight.aligned_parts(weight, 9) is mine
+        gpu.stream = 8
+        assert _compression_weight.aligned_parts(weight, 9) is not mine, "each stream has its own copy"
+        assert contents() == expected()
+        gpu.stream = 7
+        assert _compression_weight.aligned_parts(weight, 9) is mine
         copies = gpu.launched
         gpu.is_capturing = True
         weight.data.copy_(torch.randn(70, 40))

@@ -98,9 +98,11 @@ class WeightCache:
 
     Keyed by the tensor object, weakly, so that they die with the weight and never enter a state_dict. They are valid
     while the weight's version counter, storage address, shape and dtype are what they were: an optimizer step,
-    `load_state_dict`, `.data =` and `.to()` all change one of them. While a CUDA graph is being captured a form is
-    made anew, inside the graph: replays then see the weight as it is at that time, and no cached copy is freed under a
-    graph that reads it. Inference tensors have no version counter, so theirs are made anew each time too.
+    `load_state_dict`, `.data =` and `.to()` all change one of them. Each stream has its own: what one stream is about
+    to make is not there for another, and its memory goes back to the stream that made it. While a CUDA graph is being
+    captured a form is made anew, inside the graph: replays then see the weight as it is at that time, and no cached
+    copy is freed under a graph that reads it. Inference tensors have no version counter, so theirs are made anew each
+    time too.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -117,9 +119,10 @@ class WeightCache:
             entries = self._entries
             reference = weakref.ref(weight, lambda dead: _drop(entries, number, dead))
             entry = entries[number] = _Derived(reference, state)
-        form = entry.forms.get(key)
+        stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else None
+        form = entry.forms.get((key, stream))
         if form is None:
-            form = entry.forms[key] = self._make(weight.detach(), *key)
+            form = entry.forms[key, stream] = self._make(weight.detach(), *key)
         return form
 
 

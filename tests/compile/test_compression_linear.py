@@ -121,6 +121,30 @@ def test_linear(target: str, activation: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("has_user", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(433, 864), (64, 512)])
+def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int) -> None:
+    """Where rows of x begin at multiples of 16 bytes: 16-byte asynchronous copies only, no spills, pipelined wgmma."""
+    from ikbo_recsys.kernels import _tiles
+    from ikbo_recsys.kernels._triton.linear import linear_kernel
+
+    tile = _tiles.linear_tile(m, k, 2)
+    even = ["K", "x_stride_b", "weight_stride_m"]
+    signature = {f"{name}_ptr": f"*{dtype}" for name in ("x", "weight", "bias", "out")}
+    signature |= {"user_ptr": "*fp32", "index_ptr": "*i32"} | dict.fromkeys(
+        ["B", "M", "num_users", "tiles_m", *even], "i32"
+    )
+    constants = {"HAS_USER": has_user, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": 1, "PRECISION": "ieee"}
+    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "x_stride_k": 1, "weight_stride_k": 1}
+    aligned = ["x_ptr", "weight_ptr", "out_ptr", "user_ptr", *even]
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = compile_kernel(linear_kernel, signature, constants, aligned=aligned, **options)
+    assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
+    assert_no_spills(compiled)
+    assert_wgmma_pipelined(compiled)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize(("cols", "has_bias"), [(256, False), (256, True), (128, False), (64, False)])
 def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper

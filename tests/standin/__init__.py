@@ -98,10 +98,14 @@ _TensorBase: Any = torch._C.TensorBase
 
 @dataclass(frozen=True)
 class Launch:
-    """What reached the driver. Addresses of tensors that torch made on the way differ from call to call: they are given
-    as their alignment and first bytes."""
+    """What reached the driver; `compiled` numbers the compiled kernels.
+
+    Addresses of tensors that torch made on the way differ from call to call: they are given as their alignment and
+    first bytes.
+    """
 
     kernel: str
+    compiled: int
     grid: tuple[int, ...]
     threads: int
     shared: int
@@ -221,6 +225,7 @@ class StandIn:
             arguments.append(shown)
         return Launch(
             self._names[record.function],
+            record.function,
             tuple(record.grid),
             record.block[0],
             record.shared,

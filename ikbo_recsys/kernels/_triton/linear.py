@@ -51,10 +51,14 @@ def linear_kernel(
     """One [ROWS, COLS] tile of `act(x @ weight.T (+ user[index]) (+ bias))`; `user` is fp32 [U, M], contiguous as
     `out`."""
     block = tl.program_id(0)
-    rows = (block // tiles_m).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = (block // tiles_m).to(tl.int64) * ROWS
+    places = tl.arange(0, ROWS)
+    rows = first + places
     cols = block % tiles_m * COLS + tl.arange(0, COLS)
     steps = tl.arange(0, STEP)
-    x_ptrs = x_ptr + tl.minimum(rows, B - 1)[:, None] * x_stride_b + steps[None, :] * x_stride_k
+    # int64: in a transposed view the step from one feature to the next is the size of the whole batch.
+    x_ptrs = x_ptr + tl.minimum(rows, B - 1)[:, None] * x_stride_b + steps.to(tl.int64)[None, :] * x_stride_k
+    x_step = tl.full((), STEP, tl.int64) * x_stride_k
     weight_ptrs = weight_ptr + tl.minimum(cols, M - 1)[None, :] * weight_stride_m + steps[:, None] * weight_stride_k
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, STEP):
@@ -62,14 +66,17 @@ def linear_kernel(
         x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
         weight = tl.load(weight_ptrs) if WEIGHT_PADDED else tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
-        x_ptrs += STEP * x_stride_k
+        x_ptrs += x_step
         weight_ptrs += STEP * weight_stride_k
-    inside = (rows < B)[:, None] & (cols < M)[None, :]
+    is_row = places < B - first
+    inside = is_row[:, None] & (cols < M)[None, :]
     if HAS_USER:
-        u = tl.load(index_ptr + rows, mask=rows < B, other=0).to(tl.int64)
+        u = tl.load(index_ptr + first + places, mask=is_row, other=0).to(tl.int64)
         u = tl.minimum(tl.maximum(u, 0), num_users - 1)
         acc += tl.load(user_ptr + u[:, None] * M + cols[None, :], mask=inside, other=0.0)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < M, other=0.0).to(tl.float32)[None, :]
     out = activate(acc, ACTIVATION)
-    tl.store(out_ptr + rows[:, None] * M + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    # The offsets within one tile's rows: 32 bits hold them, and take half the registers.
+    place = places[:, None] * M + cols[None, :]
+    tl.store(out_ptr + first * M + place, out.to(out_ptr.dtype.element_ty), mask=inside)
