@@ -176,3 +176,21 @@ def test_linear(dtype: torch.dtype, activation: str | None, users: int, batch: i
     assert relative_error(part(x, weight, user, index, bias), expected) < TOLERANCE[dtype]
     part = Part(x, weight, dtype, None, weight_padded=False)
     assert relative_error(part(x, weight), plain) < TOLERANCE[dtype]
+
+
+@interpreted
+def test_an_index_that_is_the_column_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikbo_recsys import kernels
+    from ikbo_recsys.kernels import _plan
+
+    monkeypatch.setattr(_backend, "portable_refusal", lambda *_: None)
+    column = torch.randint(0, 3, (7, 2))[:, 0]
+    user, cand, weight = torch.randn(3, 6, 16), torch.randn(7, 3, 16), torch.randn(5, 9)
+    assert _plan.signature("linear", (cand, user), column) is None
+    with _backend.use_backend("triton"):
+        for index in (column, CandidateIndex(column, 3)):
+            for operator, operands in (
+                (kernels.compression_linear, (user, cand, weight)),
+                (kernels.linear, (user[..., 0], cand[..., 0], weight)),
+            ):
+                torch.testing.assert_close(operator(*operands, index), operator(*operands, column.contiguous()))

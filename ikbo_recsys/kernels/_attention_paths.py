@@ -103,10 +103,8 @@ def attention(
         layout, kv = LENGTHS, kv_lengths
     elif kv_offsets is not None:
         layout, kv = JAGGED, kv_offsets
-    if any(x is not None and not x.is_contiguous() for x in (offsets, kv)):
-        # The column of a matrix, say: kernels step through these by one.
-        offsets, kv = (None if x is None else x.contiguous() for x in (offsets, kv))
-        known = None
+    if kv is not None:
+        kv = kv.contiguous()
     if _plan.is_dispatched(query, key, value, user_query):
         # Imported by the first traced call: registering an operator of kernels imports TorchInductor.
         from ikbo_recsys.kernels import _attention_operators as operators

@@ -91,7 +91,10 @@ def no_autocast(like: Tensor) -> torch.autocast:
 def resolve_index(
     index: CandidateIndex | Tensor, *, user: tuple[str, int], candidate: tuple[str, int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`(to_user, offsets)` of an index or a bare `to_user`, checked against (name, size) of both batch dimensions."""
+    """`(to_user, offsets)` of an index or a bare `to_user`, checked against (name, size) of both batch dimensions.
+
+    Both contiguous: kernels step through them by one.
+    """
     if isinstance(index, CandidateIndex):
         to_user, offsets = index.to_user, index.offsets
         if index.num_users != user[1]:
@@ -99,6 +102,7 @@ def resolve_index(
     else:
         to_user, offsets = index, None
         check_index_tensor("index", to_user)
+    to_user, offsets = to_user.contiguous(), None if offsets is None else offsets.contiguous()
     if candidate is not None and to_user.shape[0] != candidate[1]:
         raise ValueError(
             f"index has {to_user.shape[0]} entries but the candidate batch size of {candidate[0]} is {candidate[1]}"

@@ -111,7 +111,11 @@ def signature(
             known.append(None)
         elif type(x) in _PLAIN:
             # As `facts`, without a call.
-            known += (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
+            stride = x.stride()
+            if len(stride) == 1 and stride[0] != 1:
+                # The column of a matrix: kernels step through index tensors by one, so it is copied each time.
+                return None
+            known += (x.shape, stride, x.dtype, x.get_device(), x.data_ptr() & 15)
             if _launch.IS_HIP:
                 known += _launch.pointer_facts(x)
         else:
