@@ -224,6 +224,21 @@ def describe(descriptor: Any) -> tuple[Any, ...]:
 
 @inside
 @pytest.mark.parametrize("path", PATHS)
+def test_strided_vectors(gpu: StandIn, path: str) -> None:
+    """The columns of matrices as bias and index: the kernels get contiguous copies."""
+    user, cand, weight = make(gpu, torch.float16)
+    bias, index = gpu.randn(70, 3)[:, 1], gpu.put(torch.randint(0, 9, (40, 2)))[:, 1]
+    with use_backend(path), torch.no_grad():
+        for _ in range(2):
+            user_part, candidates = gpu.launches(lambda: compression_linear(user, cand, weight, index, bias))
+            places = [a for launch in (user_part, candidates) for a in launch.arguments if isinstance(a, tuple)]
+            copies = [place[2] for place in places if place[0] == "elsewhere"]
+            for vector in (bias, index):
+                assert bytes(vector.contiguous().view(torch.uint8)[:32].tolist()) in copies
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
 def test_a_weight_that_changes(gpu: StandIn, path: str) -> None:
     """The padded copy of a weight whose rows are not aligned is that of its present contents."""
     user, cand, _ = make(gpu, torch.float16, (9, 40, 70, 64, 9, 31))

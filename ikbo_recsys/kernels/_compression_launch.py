@@ -72,6 +72,8 @@ def compression_linear(
 
     `known` is the call's signature when the tensors are those of the call: its plan is remembered.
     """
+    if bias is not None:
+        bias = bias.contiguous()  # the kernels step through it by one; the signature of a strided one is None
     if _plan.is_dispatched(user, cand, weight, bias):
         path = traced_path(cand.device.index, cand.dtype)
         if path != "torch":
