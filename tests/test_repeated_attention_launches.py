@@ -183,3 +183,29 @@ def test_no_tensor_is_kept(gpu: StandIn, path: str, seeds: int) -> None:
             watched = call()
             gc.collect()
             assert [watch() for watch in watched] == [None] * len(watched)
+
+
+@inside
+def test_operators_of_traced_graphs_keep_no_table(gpu: StandIn) -> None:
+    """Inductor writes other contents into an index tensor without raising its version counter."""
+    from ikbo_recsys.kernels._attention_operators import cross_attention_hopper
+
+    (query, key, value), index = make(gpu, torch.float16, 128), make_index(gpu, U, B)
+    call = lambda: cross_attention_hopper(query, key, value, index.offsets, None, None, 0, 0.125)  # noqa: E731
+    for _ in range(2):
+        assert [launch.kernel for launch in gpu.launches(call)] == ["fill_tile_table", "attention_forward"]
+    with use_backend("gluon"), torch.no_grad():
+        eager = lambda: cross_attention(query, key, value, index)  # noqa: E731
+        assert [launch.kernel for launch in gpu.launches(eager)] == ["fill_tile_table", "attention_forward"]
+        assert [launch.kernel for launch in gpu.launches(eager)] == ["attention_forward"]
+
+
+@inside
+@pytest.mark.parametrize("grouped", [True, False])
+def test_what_inference_mode_made_is_not_kept_for_training(gpu: StandIn, grouped: bool) -> None:
+    query, key, value = make(gpu, torch.float16, 16)
+    index = make_index(gpu, U, B, grouped)
+    with use_backend("gluon"):
+        with torch.inference_mode():
+            cross_attention(query, key, value, index)
+        train(lambda q, k, v: cross_attention(q, k, v, index), gpu.randn(B, 16, 2, 64), query, key, value)()

@@ -15,6 +15,7 @@ from ikbo_recsys.kernels import compression_linear, linear, segment_sum
 from ikbo_recsys.kernels._backend import hopper_refusal, use_backend
 from tests.gpu import test_compression_linear, test_linear
 from tests.gpu.test_cross_attention import Call
+from tests.gpu.test_cross_attention_users import BothCall
 
 
 def main() -> None:
@@ -52,7 +53,9 @@ def call_cross_attention() -> None:
         ("jagged", False, 64, 64),
         ("full", False, 3, 40),
     ):
-        Call(5, 19, seeds, 131, (4, 2), size, dtype=torch.bfloat16, layout=layout, grouped=grouped).ours()
+        sizes = (5, 19, seeds, 131, (4, 2), size)
+        Call(*sizes, dtype=torch.bfloat16, layout=layout, grouped=grouped).ours()
+        BothCall(37, *sizes, dtype=torch.bfloat16, layout=layout, grouped=grouped).results()
         say(f"cross_attention {layout}, {'' if grouped else 'un'}grouped, {seeds} seeds, head size {size}")
 
 
