@@ -58,17 +58,17 @@ COMPRESSION = [
 @interpreted
 @pytest.mark.parametrize("sizes", COMPRESSION)
 @pytest.mark.parametrize(("dtype", "eager"), list(zip([FP16, BF16, FP16], EAGER, strict=True)))
-@pytest.mark.parametrize("tiling", [0, 1])
+@pytest.mark.parametrize("tiling", [0, 1, 2])
 def test_compression_linear(
     sizes: tuple[int, ...], dtype: torch.dtype, eager: float, tiling: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ikbo_recsys.kernels import _compression_hopper
     from tests.emulator import emulated
 
-    allowed = _compression_hopper.tilings(-(-sizes[3] // 64))
+    allowed = _compression_hopper.tilings(-(-sizes[3] // 64), _compression_hopper.columns(sizes[4]))
     if tiling >= len(allowed):
         pytest.skip("no other tiling fits")
-    monkeypatch.setattr(_compression_hopper, "tilings", lambda row_tiles: allowed[tiling:])
+    monkeypatch.setattr(_compression_hopper, "tilings", lambda row_tiles, cols: allowed[tiling:])
     _plan.forget()
     multiprocessors, users, batch, m, d, user_k, cand_k = sizes
     user, cand = torch.randn(users, user_k, d).to(dtype), torch.randn(batch, cand_k, d).to(dtype)

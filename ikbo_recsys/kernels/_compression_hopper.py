@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ikbo_recsys.kernels import _tuning
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout, launch
@@ -36,15 +37,18 @@ class Tiling(NamedTuple):
 
 
 PAIRS, TRIPLES = Tiling(2, 6, 28), Tiling(3, 5, 30)
+# Not timed yet, as TRIPLES: more stages for fewer weights that stay; what narrower columns leave room for.
+_DEEPER = {256: Tiling(2, 7, 24), 128: Tiling(2, 10, 28), 64: Tiling(2, 16, 28)}
 
 
-def tilings(row_tiles: int) -> tuple[Tiling, ...]:
-    """Those that a number of row tiles allows (whole groups, or one tile more), the default first.
+def tilings(row_tiles: int, cols: int) -> tuple[Tiling, ...]:
+    """Those that a number of row tiles allows (whole groups, or one tile more) for columns of a width, the default
+    first.
 
-    Triples read less from L2, 2120 KiB for 2448 per candidate at the default case of the benchmark; they have not been
-    timed.
+    Triples read less from L2, 2120 KiB for 2448 per candidate at the default case of the benchmark.
     """
-    return (PAIRS, TRIPLES) if row_tiles >= 3 and row_tiles % 3 < 2 else (PAIRS,)
+    triples = (TRIPLES,) if row_tiles >= 3 and row_tiles % 3 < 2 else ()
+    return (PAIRS, *triples, _DEEPER[cols])
 
 
 class CandidateSizes(NamedTuple):
@@ -62,13 +66,13 @@ def candidate_sizes(features: int, row_tiles: int, tiling: Tiling = PAIRS) -> Ca
     """A group's blocks keep every third step of the weight for life as far as the buffers go; the ring holds the other
     steps.
 
-    In any 6 steps (there are no more stages) at most 4 are not multiples of 3, so a ring of 4 is enough when all
-    multiples stay; else it has one for each stage. Tail blocks have the rows of one consumer: they keep all, or all but
-    a ring of one for each stage.
+    Of any `stages` steps in a row at least a third, rounded down, are multiples of 3: when all multiples stay, the ring
+    needs room for the others, 4 of 6. Else it has one for each stage. Tail blocks have the rows of one consumer: they
+    keep all, or all but a ring of one for each stage.
     """
     group, stages, most = tiling
     steps = cdiv(features, STEP)
-    resident, ring = cdiv(steps, 3), 4
+    resident, ring = cdiv(steps, 3), stages - stages // 3
     if group * (resident + ring) > most:
         ring = stages
         resident = min(resident, most // group - ring)
@@ -79,8 +83,8 @@ def candidate_sizes(features: int, row_tiles: int, tiling: Tiling = PAIRS) -> Ca
     return CandidateSizes(steps, resident, ring, tail_resident, buffers)
 
 
-def grid(batch: int, row_tiles: int, col_tiles: int, most: int, group: int = 2) -> tuple[int, int]:
-    """`(blocks, tail blocks)` of `candidate_kernel`, at most `most` blocks.
+def grid(batch: int, row_tiles: int, col_tiles: int, most: int, group: int = 2, more_tails: int = 0) -> tuple[int, int]:
+    """`(blocks, tail blocks)` of `candidate_kernel`, at most `most` blocks; `more_tails` than the rule says.
 
     Tail blocks take a candidate for each of their consumers while the others take one, so with one tail block for every
     `row_tiles` blocks all of them go through the batch at the same pace, and a candidate's rows are read from memory
@@ -93,7 +97,27 @@ def grid(batch: int, row_tiles: int, col_tiles: int, most: int, group: int = 2) 
     blocks = min(most, groups * batch * col_tiles + tail_units)
     if tail_units == 0 or groups == 0:
         return blocks, blocks if tail_units else 0
-    return blocks, max(1, min(cdiv(blocks, row_tiles), tail_units, blocks - groups))
+    return blocks, max(1, min(cdiv(blocks, row_tiles) + more_tails, tail_units, blocks - groups))
+
+
+class Choice(NamedTuple):
+    """What `_tuning.py` chooses from."""
+
+    tiling: Tiling
+    more_tails: int = 0
+
+
+def choices(row_tiles: int, cols: int) -> list[Choice]:
+    """Every tiling, and other numbers of tail blocks for the default one; the default first."""
+    found = [Choice(tiling) for tiling in tilings(row_tiles, cols)]
+    if row_tiles % PAIRS.group and row_tiles > 1:
+        found += [Choice(PAIRS, more) for more in (-1, 1, 2)]
+    return found
+
+
+def columns(size: int) -> int:
+    """Columns of a tile."""
+    return 256 if size > 128 else 128 if size > 64 else 64
 
 
 def type_refusal(dtype: torch.dtype) -> str | None:
@@ -121,6 +145,7 @@ class Forward:
         user_UKD, cand_BKD: as `refusal` asks for.
         weight_user_MK, weight_cand_MK: both parts of the weight, aligned for TMA.
         to_user_B, bias_M: of any alignment.
+        choice: of `choices`.
     """
 
     def __init__(
@@ -131,10 +156,11 @@ class Forward:
         weight_cand_MK: Tensor,
         to_user_B: Tensor,
         bias_M: Tensor | None,
+        choice: Choice,
     ) -> None:
         (num_users, user_features, size), (batch, features, _) = user_UKD.shape, cand_BKD.shape
         num_m = weight_user_MK.shape[0]
-        cols = 256 if size > 128 else 128 if size > 64 else 64
+        cols = columns(size)
         row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
         self._dtype, self._device = cand_BKD.dtype, cand_BKD.device
         self._out_shape = (batch, num_m, size)
@@ -143,7 +169,7 @@ class Forward:
         shared = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles}
         facts = (cand_BKD.dtype, cand_BKD.get_device(), cols)
         self._launch_user(facts, shared, user_features, num_m, bias_M, most)
-        self._launch_cand(facts, shared, (num_users, batch, features), to_user_B, most)
+        self._launch_cand(facts, shared, (num_users, batch, features), to_user_B, most, choice)
         out = TensorLayout(self._out_shape, (num_m * size, size, 1), (1, ROWS, min(64, cols // 2)))
         self._user_layouts = (
             TensorLayout.of(weight_user_MK, (ROWS, USER_STEP)),
@@ -179,14 +205,20 @@ class Forward:
         self._user_launch = Launch(user_part_kernel, key, min(most, tiles), constants, num_warps=4)
 
     def _launch_cand(
-        self, facts: tuple[Any, ...], shared: dict[str, int], sizes: tuple[int, int, int], to_user: Tensor, most: int
+        self,
+        facts: tuple[Any, ...],
+        shared: dict[str, int],
+        sizes: tuple[int, int, int],
+        to_user: Tensor,
+        most: int,
+        choice: Choice,
     ) -> None:
         from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
 
         num_users, batch, features = sizes
-        tiling = tilings(shared["ROW_TILES"])[0]
-        division = candidate_sizes(features, shared["ROW_TILES"], tiling)
-        blocks, tail_blocks = grid(batch, shared["ROW_TILES"], shared["COL_TILES"], most, tiling.group)
+        tiling, row_tiles = choice.tiling, shared["ROW_TILES"]
+        division = candidate_sizes(features, row_tiles, tiling)
+        blocks, tail_blocks = grid(batch, row_tiles, shared["COL_TILES"], most, tiling.group, choice.more_tails)
         constants = {
             **shared,
             "STEPS": division.steps,
@@ -212,3 +244,23 @@ class Forward:
             cand_rest = (part, to_user, *self._cand_numbers)
             launch(self._cand_launch, self._cand_layouts, (weights[1], cand, out), cand_rest)
         return out
+
+
+def forward_launches(
+    user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None
+) -> Forward:
+    """The launches for a call, chosen by measurement where that was asked for."""
+
+    def made(choice: Choice) -> Forward:
+        return Forward(user, cand, *weights, to_user, bias, choice)
+
+    options = choices(cdiv(weights[0].shape[0], ROWS), columns(cand.shape[2]))
+    shape = (user.shape, cand.shape, weights[0].shape[0], cand.dtype, cand.get_device())
+    with device_guard(cand):
+        best = _tuning.fastest(
+            "compression_linear",
+            shape,
+            options,
+            lambda choice: functools.partial(made(choice), user, cand, weights, to_user, bias),
+        )
+    return made(best)

@@ -131,7 +131,7 @@ class Plan:
         if self._path == "gluon":
             parts = aligned_parts(weight, user.shape[1])
             if self._forward is None:
-                self._forward = _compression_hopper.Forward(user, cand, *parts, to_user, bias)
+                self._forward = _compression_hopper.forward_launches(user, cand, parts, to_user, bias)
         else:
             parts = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
             if self._forward is None:

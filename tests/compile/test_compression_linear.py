@@ -178,7 +178,7 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
 def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str) -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
 
-    for tiling in hopper.tilings(row_tiles):
+    for tiling in hopper.tilings(row_tiles, cols)[: None if dtype == "fp16" else 2]:
         check_hopper_candidates(dtype, cols, row_tiles, col_tiles, features, index, tiling)
 
 
@@ -215,7 +215,7 @@ def test_hopper_sizes() -> None:
 
     for features in (*range(1, 2000, 7), 866, 896, 897, 5000):
         for row_tiles in (1, 2, 3, 4, 7):
-            for tiling in hopper.tilings(row_tiles):
+            for tiling in {tiling for cols in (64, 128, 256) for tiling in hopper.tilings(row_tiles, cols)}:
                 sizes = hopper.candidate_sizes(features, row_tiles, tiling)
                 assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
                 assert sizes.weight_buffers <= tiling.weight_buffers
@@ -236,8 +236,8 @@ def test_hopper_grid() -> None:
     for batch in (1, 2, 3, 37, 131, 1024, 70000):
         for row_tiles in (1, 2, 3, 7, 14):
             for col_tiles in (1, 2):
-                for group, _, _ in hopper.tilings(row_tiles):
-                    blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132, group)
+                for (group, _, _), more_tails in hopper.choices(row_tiles, 256):
+                    blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132, group, more_tails)
                     assert 1 <= blocks <= 132
                     assert (tails > 0) == (row_tiles % group == 1)
                     assert blocks - tails >= row_tiles // group

@@ -1,0 +1,94 @@
+"""Tuning happens when it is asked for, once per shape, and never in a first call that did not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ikbo_recsys.kernels import _plan, _tuning, compression_linear
+from tests import standin
+from tests.standin import StandIn, inside, outside
+from tests.test_repeated_launches import make_index
+
+
+@outside
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the launch code needs it")
+    standin.run_in_a_process_of_its_own(__file__, tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    installed = standin.install()
+    installed.fresh()
+    monkeypatch.setattr(_tuning, "_chosen", {})
+    yield installed
+    _plan.forget()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tail blocks each timed option launched; the fourth option is the fastest."""
+    seen: list[int] = []
+
+    def milliseconds(run: Callable[[], Any]) -> float:
+        launches = standin.install().launches(run)
+        seen.append(launches[1].arguments[23])
+        return 1.0 if len(seen) % 6 == 4 else 2.0
+
+    monkeypatch.setattr(_tuning, "milliseconds", milliseconds)
+    return seen
+
+
+def call(gpu: StandIn, batch: int = 64) -> Any:
+    user, cand, weight = gpu.randn(3, 64, 256), gpu.randn(batch, 864, 256), gpu.randn(433, 928)
+    index = make_index(gpu, 3, batch)
+    return lambda: compression_linear(user, cand, weight, index)
+
+
+def tail_blocks(gpu: StandIn, run: Callable[[], Any]) -> int:
+    """Of a call, after whatever its first one did."""
+    run()
+    return gpu.launches(run)[1].arguments[23]
+
+
+@inside
+def test_nothing_is_timed_by_default(gpu: StandIn, timed: list[int]) -> None:
+    assert tail_blocks(gpu, call(gpu)) == 19
+    assert not timed
+    assert not _tuning._chosen
+
+
+@inside
+def test_the_fastest_is_kept(
+    gpu: StandIn, timed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("IKBO_TUNE", "1")
+    with torch.no_grad(), caplog.at_level(logging.INFO, "ikbo_recsys.tuning"):
+        run = call(gpu)
+        # The default, triples, more stages; then 18, 20 and 21 tail blocks.
+        assert tail_blocks(gpu, run) == 18
+        assert timed == [19, 19, 19, 18, 20, 21]
+        assert tail_blocks(gpu, run) == 18
+        _plan.forget()
+        assert tail_blocks(gpu, call(gpu)) == 18, "another plan of the same shape"
+        assert len(timed) == 6
+        tail_blocks(gpu, call(gpu, 65))
+        assert len(timed) == 12, "another shape"
+    assert sum("ms" in record.message for record in caplog.records) == 12
+    monkeypatch.delenv("IKBO_TUNE")
+    _plan.forget()
+    assert tail_blocks(gpu, call(gpu)) == 19
+
+
+@inside
+def test_not_while_a_graph_is_captured(gpu: StandIn, timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IKBO_TUNE", "1")
+    monkeypatch.setattr(gpu, "is_capturing", True)
+    tail_blocks(gpu, call(gpu))
+    assert not timed
