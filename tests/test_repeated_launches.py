@@ -282,6 +282,59 @@ def test_a_weight_that_changes(gpu: StandIn, path: str) -> None:
 
 @inside
 @pytest.mark.parametrize("path", PATHS)
+def test_autocast(gpu: StandIn, path: str) -> None:
+    """Parameters in fp32 are converted at each call; the rest of the call is remembered."""
+    user, cand, weight = make(gpu, torch.float32)
+    half, index = gpu.randn(70, 112), make_index(gpu, 9, 40)
+    bias = gpu.randn(70, dtype=torch.float32)
+    vectors = user[..., 0], cand[..., 0]
+
+    def autocast(function: Call, dtype: torch.dtype) -> Call:
+        def call() -> Any:
+            with torch.autocast("cuda", dtype):
+                return function()
+
+        return call
+
+    calls = {
+        "bf16": autocast(lambda: compression_linear(user, cand, weight, index, bias), torch.bfloat16),
+        "fp16": autocast(lambda: compression_linear(user, cand, weight, index, bias), torch.float16),
+        "mixed": autocast(lambda: compression_linear(user, cand, half, index), torch.float16),
+        "none": lambda: compression_linear(user.half(), cand.half(), half, index),
+    }
+    with use_backend(path):
+        check(gpu, calls)
+        plans = len(_plan._plans)
+        for call in calls.values():
+            call()
+        assert len(_plan._plans) == plans
+    with use_backend("triton"):
+        check(gpu, {"linear": autocast(lambda: linear(*vectors, weight, index, bias, "relu"), torch.bfloat16)})
+
+
+@inside
+def test_transforms_of_torch_func(gpu: StandIn) -> None:
+    """They are not for kernels: such a call is made of plain torch, and right."""
+    user, cand, weight = make(gpu, torch.float32)
+    index = make_index(gpu, 9, 40)
+    ids = index.to_user
+    for operator, u, c in ((compression_linear, user, cand), (linear, user[..., 0], cand[..., 0])):
+        before = gpu.launched
+        grad = torch.func.grad(lambda w, f=operator, u=u, c=c: f(u.half(), c.half(), w, index).float().sum())(
+            weight.half()
+        )
+        both = torch.cat((u[ids], c), 1).half().double()
+        expected = both.sum((0, 2) if both.dim() == 3 else 0)
+        torch.testing.assert_close(grad.double(), expected.expand(70, -1), rtol=1e-2, atol=0.1)
+        rows = torch.func.vmap(lambda c, f=operator, u=u: f(u.half(), c, weight.half(), index))(
+            torch.stack((c, c)).half()
+        )
+        assert rows.shape[0] == 2
+        assert gpu.launched == before
+
+
+@inside
+@pytest.mark.parametrize("path", PATHS)
 def test_another_gpu(gpu: StandIn, path: str) -> None:
     tensors = [make(gpu, torch.float16, device=i) for i in range(2)]
     indices = [make_index(gpu, 9, 40, device=i) for i in range(2)]

@@ -75,7 +75,7 @@ def compression_linear(
     if bias is not None:
         bias = bias.contiguous()  # the kernels step through it by one; the signature of a strided one is None
     if _plan.is_dispatched(user, cand, weight, bias):
-        path = traced_path(cand.device.index, cand.dtype)
+        path = "torch" if _plan.is_transformed() else traced_path(cand.device.index, cand.dtype)
         if path != "torch":
             from ikbo_recsys.kernels import _compression_operators as named
 

@@ -62,7 +62,7 @@ def linear(
     if bias is not None:
         bias = bias.contiguous()  # the kernels step through it by one; the signature of a strided one is None
     if _plan.is_dispatched(user, cand, weight, bias):
-        if traced_path(cand.device.index, cand.dtype) != "torch":
+        if not _plan.is_transformed() and traced_path(cand.device.index, cand.dtype) != "torch":
             from ikbo_recsys.kernels._linear_operators import linear_portable
 
             # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's

@@ -67,6 +67,12 @@ def is_traced() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is active: the call is then made of plain torch, because none
+    of them sees through an operator with a gradient of its own."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_dispatched(*tensors: Tensor | None) -> bool:
     """Whether a call has to go through PyTorch's dispatcher: it is traced, or a tensor is of a kind that has no memory
     of its own (fake, distributed, quantized, ...)."""

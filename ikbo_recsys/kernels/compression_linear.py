@@ -58,7 +58,12 @@ def compression_linear(
     if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         from ikbo_recsys.kernels import _compression_launch
 
-        known = known if _checks.is_same(given, (user, cand, weight, bias)) else None
+        if cand.is_cuda and not _checks.is_same(given, (user, cand, weight, bias)):
+            # Converted, as under autocast: a call like an earlier one from here on.
+            known = _plan.signature("compression_linear", (cand, user, weight, bias), index)
+            plan = _plan.recall(known)
+            if plan is not None:
+                return plan(user, cand, weight, index, bias)
         return _compression_launch.compression_linear(user, cand, weight, to_user, offsets, bias, known)
     with _checks.no_autocast(cand):
         return reference.compression_linear(user, cand, weight, to_user, bias)

@@ -155,6 +155,8 @@ def _path(
         return "torch"
     from ikbo_recsys.kernels import _attention_paths
 
+    if _plan.is_transformed():
+        return "torch"
     if _plan.is_dispatched(query, key, value, user_query):
         # The size itself may be a symbol, of which only the outcome of comparisons is a constant.
         size = query.shape[3]

@@ -62,7 +62,12 @@ def linear(
     if cand.is_cuda or _backend.requested_backend() not in ("auto", "torch"):
         from ikbo_recsys.kernels import _linear_launch
 
-        known = known if _checks.is_same(given, (user, cand, weight, bias)) else None
+        if cand.is_cuda and not _checks.is_same(given, (user, cand, weight, bias)):
+            # Converted, as under autocast: a call like an earlier one from here on.
+            known = _plan.signature("linear", (cand, user, weight, bias), index, activation)
+            plan = _plan.recall(known)
+            if plan is not None:
+                return plan(user, cand, weight, index, bias)
         return _linear_launch.linear(user, cand, weight, to_user, offsets, bias, activation, known)
     with _checks.no_autocast(cand):
         return reference.linear(user, cand, weight, to_user, bias, activation)

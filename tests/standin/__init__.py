@@ -158,6 +158,8 @@ class StandIn:
         return self.empty(*values.shape, dtype=values.dtype, device=device).copy_(values)
 
     def device_of(self, tensor: Tensor) -> int:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return self.elsewhere
         address = _TensorBase.data_ptr(tensor)
         for i, arena in enumerate(self.arenas):
             if arena.has(address):
@@ -318,7 +320,7 @@ def _replace_torch(gpu: StandIn) -> None:
     cuda.current_device = lambda: gpu.current
     cuda.is_current_stream_capturing = lambda: gpu.is_capturing
     cuda.get_device_capability = lambda device=None: (9, 0)
-    cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     library: Any = torch._C
     library._cuda_getCurrentRawStream = lambda index: gpu.stream + 100 * index
 
