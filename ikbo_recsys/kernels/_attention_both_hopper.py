@@ -19,16 +19,17 @@ from ikbo_recsys.kernels._attention_hopper import (
     FORWARD_TILES,
     LOG2_E,
     TILE_ROWS,
-    View,
     adjacent_rows,
-    boxes,
-    checked,
     flat_query_strides,
+    history_layout,
+    result_layout,
+    rows_layout,
     shared_table,
 )
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, key_slots, row_slots
 from ikbo_recsys.kernels._launch import device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
+from ikbo_recsys.kernels._tma import launch
 
 
 class Forward:
@@ -44,11 +45,12 @@ class Forward:
         self._shapes = (query.shape, user_query.shape)
         self._lse_shapes = (query.shape[:3], user_query.shape[:3]) if store_lse else ((0,), (0,))
         adjacent = adjacent_rows(problem) and all(flat_query_strides(x) is not None for x in (query, user_query))
-        out_strides = (heads * head_size, head_size)
-        self._outs = [View((x.shape[0] * x.shape[1], heads, head_size), out_strides) for x in (query, user_query)]
-        self._queries = [View.of_rows(x) for x in (query, user_query)] if adjacent else None
-        self._key, self._value = (View.of_history(x, problem.layout) for x in (problem.key, problem.value))
-        self._boxes = boxes(padded, tile.keys)
+        outs = [result_layout(x.shape, padded) for x in (query, user_query)]
+        # Without adjacent rows the queries are read through their pointers, and their descriptors are not looked at.
+        self._is_gathered = not adjacent
+        rows = [rows_layout(x, padded) for x in (query, user_query)] if adjacent else outs
+        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
+        self._layouts = (*rows, *history, *outs)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1], user_query.shape[1]),
             *(stride // 8 for stride in (*query.stride()[:3], *user_query.stride()[:3])),
@@ -77,19 +79,11 @@ class Forward:
         both, dtype, device = queries(problem), problem.query.dtype, problem.query.device
         out, user_out = (torch.empty(shape, dtype=dtype, device=device) for shape in self._shapes)
         lse, user_lse = (torch.empty(shape, dtype=torch.float32, device=device) for shape in self._lse_shapes)
-        o_descs = [view.of(x) for view, x in zip(self._outs, (out, user_out), strict=True)]
-        # Without adjacent rows the queries are read through their pointers, and their descriptors are not looked at.
-        q_descs = o_descs
-        if self._queries is not None:
-            q_descs = [view.of(x) for view, x in zip(self._queries, both, strict=True)]
-        descriptors = (*q_descs, self._key.of(problem.key), self._value.of(problem.value), *o_descs)
-        rows, keys = self._boxes
+        outs = (out, user_out)
+        bases = (*(outs if self._is_gathered else both), problem.key, problem.value, *outs)
         with device_guard(problem.query):
-            pointers = (*both, out, user_out, lse, user_lse, shared_table(problem), problem.index_pointers()[1])
-            rest = (*pointers, *self._numbers)
-            self._launch(
-                (*descriptors, *rest), lambda: checked(descriptors, (rows, rows, keys, keys, rows, rows), rest)
-            )
+            pointers = (*both, *outs, lse, user_lse, shared_table(problem), problem.index_pointers()[1])
+            launch(self._launch, self._layouts, bases, (*pointers, *self._numbers))
         return (out, user_out), (lse, user_lse)
 
 
@@ -114,14 +108,13 @@ class Backward:
         key = problem.key
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._rows = [View.of_rows(x) for x in (query, user_query, *grads)]
-        self._history = [View.of_history(x, problem.layout) for x in (key, problem.value)]
+        self._layouts = [rows_layout(x, padded) for x in (query, user_query, *grads)]
         self._user_seeds = user_query.shape[1]
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
         tile = BACKWARD_QUERY_TILES[padded]
-        self._boxes = boxes(padded, tile.keys)
+        self._layouts += [history_layout(x, problem.layout, tile.keys, padded) for x in (key, problem.value)]
         self._launch_query = Launch(
             attention_backward_query_both,
             problem.index_key(),
@@ -159,9 +152,5 @@ class Backward:
             self._run(self._launch_key_value, problem, grads, (*pointers, *numbers))
         return dk, dv
 
-    def _run(self, launch: Launch, problem: Problem, grads: Pair, rest: tuple[Any, ...]) -> None:
-        rows = zip(self._rows, (*queries(problem), *grads), strict=True)
-        history = zip(self._history, (problem.key, problem.value), strict=True)
-        descriptors = tuple(view.of(x) for view, x in (*rows, *history))
-        row_box, key_box = self._boxes
-        launch((*descriptors, *rest), lambda: checked(descriptors, (*[row_box] * 4, *[key_box] * 2), rest))
+    def _run(self, kernel: Launch, problem: Problem, grads: Pair, rest: tuple[Any, ...]) -> None:
+        launch(kernel, self._layouts, (*queries(problem), *grads, problem.key, problem.value), rest)

@@ -5,7 +5,6 @@ Shape letters as in `_attention_launch.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, 
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
+from ikbo_recsys.kernels._tma import TensorLayout, launch
 
 FEWEST_USER_ROWS = 512
 """Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
@@ -92,62 +92,24 @@ def flat_query_strides(query: Tensor) -> tuple[int, int] | None:
     return (stride_s if seeds > 1 else stride_b), stride_h
 
 
-class Descriptor:
-    """What a compiled kernel's launcher reads of a TMA descriptor. Triton's own class checks and converts all of it
-    anew."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-
-    def checked(self, block: tuple[int, ...]) -> Any:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        return TensorDescriptor(self.base, self.shape, self.strides, list(block), _layout(block, self.base.dtype))
+def rows_layout(x_BSHD: Tensor, padded: int) -> TensorLayout:
+    """`[B * S, H, D]` by 64 rows of one head."""
+    flat = flat_query_strides(x_BSHD)
+    assert flat is not None
+    return TensorLayout((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), (*flat, 1), (_BOX_ROWS, 1, padded))
 
 
-class View:
-    """Shape and strides under which tensors of one layout become descriptors."""
-
-    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self._shape = list(shape)
-        # The stride of a dimension of size 1 is never used, but has to be aligned.
-        self._strides = [TMA_ALIGNMENT if n == 1 else stride for n, stride in zip(shape[:-1], strides, strict=True)] + [
-            1
-        ]
-
-    def of(self, base: Tensor) -> Descriptor:
-        return Descriptor(base, self._shape, self._strides)
-
-    @classmethod
-    def of_rows(cls, x_BSHD: Tensor) -> View:
-        """`[B * S, H, D]`."""
-        flat = flat_query_strides(x_BSHD)
-        assert flat is not None
-        return cls((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), flat)
-
-    @classmethod
-    def of_history(cls, x: Tensor, layout: int) -> View:
-        """`[U, T, Hkv, D]`, or `[1, L, Hkv, D]`."""
-        if layout == JAGGED:
-            return cls((1, *x.shape), (TMA_ALIGNMENT, *x.stride()[:-1]))
-        return cls(x.shape, x.stride()[:-1])
+def result_layout(shape: Sequence[int], padded: int) -> TensorLayout:
+    """As `rows_layout`, of a contiguous `[B, S, H, D]` that is yet to be made."""
+    cands, seeds, heads, size = shape
+    return TensorLayout((cands * seeds, heads, size), (heads * size, size, 1), (_BOX_ROWS, 1, padded))
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if dtype is torch.float16 else gl.bfloat16)
-
-
-def checked(
-    descriptors: Sequence[Descriptor], blocks: Sequence[tuple[int, ...]], rest: Sequence[Any]
-) -> tuple[Any, ...]:
-    return (*(d.checked(block) for d, block in zip(descriptors, blocks, strict=True)), *rest)
+def history_layout(x: Tensor, layout: int, keys: int, padded: int) -> TensorLayout:
+    """`[U, T, Hkv, D]`, or `[1, L, Hkv, D]` where jagged, by a number of keys of one head."""
+    if layout == JAGGED:
+        return TensorLayout((1, *x.shape), (TMA_ALIGNMENT, *x.stride()), (1, keys, 1, padded))
+    return TensorLayout(x.shape, x.stride(), (1, keys, 1, padded))
 
 
 def tile_table(problem: Problem, rows: int = TILE_ROWS, chained: bool = False) -> Tensor:
@@ -158,14 +120,14 @@ def tile_table(problem: Problem, rows: int = TILE_ROWS, chained: bool = False) -
     offsets, _, kv = problem.index_pointers()
     limit = row_slots(problem, rows)
     table = torch.empty((1 + limit, TILE_FIELDS), dtype=torch.int32, device=device)
-    launch = Launch(
+    fill = Launch(
         fill_tile_table if own is None else fill_tile_table_both,
         problem.index_key(),
         cdiv(problem.num_users, _TABLE_BLOCK),
         {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": _TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
         num_warps=4,
     )
-    launch((table, offsets, kv, *problem.sizes(), *(() if own is None else (own.shape[1],)), limit))
+    fill((table, offsets, kv, *problem.sizes(), *(() if own is None else (own.shape[1],)), limit))
     return table
 
 
@@ -198,11 +160,12 @@ class Forward:
         tile = FORWARD_TILES[padded]
         self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
         adjacent = adjacent_rows(problem) and flat_query_strides(query) is not None
-        out_strides = (heads * head_size, head_size)
-        self._out = View((query.shape[0] * query.shape[1], heads, head_size), out_strides)
-        self._query = View.of_rows(query) if adjacent else None
-        self._key, self._value = (View.of_history(x, problem.layout) for x in (problem.key, problem.value))
-        self._boxes = boxes(padded, tile.keys)
+        out = result_layout(query.shape, padded)
+        # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
+        self._is_gathered = not adjacent
+        rows = rows_layout(query, padded) if adjacent else out
+        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
+        self._layouts = (rows, *history, out)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
@@ -231,20 +194,11 @@ class Forward:
         query = problem.query
         out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
-        o_desc = self._out.of(out)
-        # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
-        q_desc = o_desc if self._query is None else self._query.of(query)
-        descriptors = (q_desc, self._key.of(problem.key), self._value.of(problem.value), o_desc)
+        bases = (out if self._is_gathered else query, problem.key, problem.value, out)
         with device_guard(query):
             rest = (query, out, lse, shared_table(problem), problem.index_pointers()[1], *self._numbers)
-            rows, keys = self._boxes
-            self._launch((*descriptors, *rest), lambda: checked(descriptors, (rows, keys, keys, rows), rest))
+            launch(self._launch, self._layouts, bases, rest)
         return out, lse
-
-
-def boxes(padded: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks of the row and of the history descriptors."""
-    return (_BOX_ROWS, 1, padded), (1, keys, 1, padded)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -275,9 +229,8 @@ class Backward:
         query, key = problem.query, problem.key
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._rows = [View.of_rows(x) for x in (query, grad)]
-        self._history = [View.of_history(x, problem.layout) for x in (key, problem.value)]
-        self._boxes = boxes(padded, _BOX_ROWS)
+        self._layouts = [rows_layout(x, padded) for x in (query, grad)]
+        self._layouts += [history_layout(x, problem.layout, _BOX_ROWS, padded) for x in (key, problem.value)]
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
@@ -317,11 +270,5 @@ class Backward:
             self._run(self._launch_key_value, problem, grad, (*pointers, *self._sizes, *self._numbers))
         return dk, dv
 
-    def _run(self, launch: Launch, problem: Problem, grad: Tensor, rest: tuple[Any, ...]) -> None:
-        (q_view, g_view), (k_view, v_view) = self._rows, self._history
-        descriptors = (
-            *(q_view.of(problem.query), g_view.of(grad)),
-            *(k_view.of(problem.key), v_view.of(problem.value)),
-        )
-        rows, keys = self._boxes
-        launch((*descriptors, *rest), lambda: checked(descriptors, (rows, rows, keys, keys), rest))
+    def _run(self, kernel: Launch, problem: Problem, grad: Tensor, rest: tuple[Any, ...]) -> None:
+        launch(kernel, self._layouts, (problem.query, grad, problem.key, problem.value), rest)
