@@ -7,10 +7,6 @@ wrong.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -21,23 +17,16 @@ from ikbo_recsys.kernels._compression_portable import Mix, OuterSum
 from ikbo_recsys.kernels._linear_launch import Part
 from ikbo_recsys.kernels._linear_launch import Plan as LinearPlan
 from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping
+from tests.processes import INTERPRETED, interpreted, run_interpreted
 
 pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout, done.stdout[-2000:]
+    run_interpreted(__file__)
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -28,6 +27,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from tests.processes import run_alone
 
 _SWITCH = "IKBO_STANDIN"
 _COMPILER = os.environ.get("CC", "gcc")
@@ -41,10 +42,7 @@ def run_in_a_process_of_its_own(file: str, folder: Path, *arguments: str) -> Non
     if shutil.which(_COMPILER) is None:
         pytest.skip(f"{_COMPILER} is needed, as it is for Triton's own launcher")
     more = {_SWITCH: "1", "TRITON_CACHE_DIR": str(folder / "cache"), "IKBO_STANDIN_FOLDER": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments, file]
-    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout, done.stdout[-2000:]
+    run_alone(file, more, *arguments)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
