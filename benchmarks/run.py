@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import math
 import platform
 import re
@@ -32,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.stderr.write("benchmarks need a GPU\n")
         return 2
+    # What IKBO_TUNE=1 finds is logged.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ikbo_recsys").setLevel(logging.INFO)
     benchmark = load(options.operator)
     rows: list[dict[str, Any]] = []
     status = 0
