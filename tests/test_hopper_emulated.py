@@ -52,6 +52,7 @@ COMPRESSION = [
     (5, 3, 9, 193, 256, 70, 200),
     (9, 2, 4, 449, 256, 40, 866),
     (50, 2, 2, 65, 512, 64, 1000),
+    (4, 2, 5, 130, 64, 8, 600),
 ]
 
 
@@ -104,6 +105,41 @@ def test_compression_linear_gradients(sizes: tuple[int, ...], eager: float, grou
         ("user", "cand", "weight", "bias"), found, torch.autograd.grad(twin, exact, grad.double()), strict=True
     ):
         assert relative_error(ours, true) < 1e-3, name
+
+
+@interpreted
+@pytest.mark.parametrize("path", ["gluon", "triton"])
+def test_compression_linear_saved_tensors_come_back_contiguous(path: str) -> None:
+    from ikbo_recsys.kernels._compression_launch import Plan
+    from tests.emulator import emulated
+
+    plan, index = Plan(path), make_index(3, 5, True)
+    shapes = ((3, 24, 64), (5, 40, 64), (70, 32))
+    user, cand, weight = (torch.randn(shape).half().requires_grad_() for shape in shapes)
+    grad = torch.randn(5, 70, 64).half()
+    found = []
+    with emulated():
+        for pack in (lambda x: x, torch.Tensor.contiguous, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                out = plan(user[:, 4:16], cand[:, 9:29], weight, index, None)
+            found.append(torch.autograd.grad(out, (user, cand, weight), grad))
+    exact = [x.detach().double().requires_grad_() for x in (user, cand, weight)]
+    twin = twins.compression_linear(exact[0][:, 4:16], exact[1][:, 9:29], exact[2], index.to_user)
+    expected = torch.autograd.grad(twin, exact, grad.double())
+    for ours in found:
+        assert max(relative_error(x, true) for x, true in zip(ours, expected, strict=True)) < 1e-3
+
+
+@interpreted
+def test_compression_linear_with_rows_that_tma_cannot_store() -> None:
+    from tests.emulator import emulated
+
+    user, cand = torch.randn(2, 3, 72).half()[..., :68], torch.randn(4, 5, 72).half()[..., :68]
+    with emulated(multiprocessors=9):
+        choice = kernels.explain(
+            kernels.compression_linear, user, cand, torch.randn(9, 8).half(), make_index(2, 4, True)
+        )
+    assert "rows of 68 elements" in choice.refused["gluon"]
 
 
 @interpreted

@@ -92,3 +92,11 @@ def test_not_while_a_graph_is_captured(gpu: StandIn, timed: list[int], monkeypat
     monkeypatch.setattr(gpu, "is_capturing", True)
     tail_blocks(gpu, call(gpu))
     assert not timed
+
+    # What was found before is taken.
+    monkeypatch.setattr(gpu, "is_capturing", False)
+    _plan.forget()
+    assert tail_blocks(gpu, call(gpu)) == 18
+    monkeypatch.setattr(gpu, "is_capturing", True)
+    _plan.forget()
+    assert tail_blocks(gpu, call(gpu)) == 18

@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
 
 PAIRS, TRIPLES = Tiling(2, 6, 28), Tiling(3, 5, 30)
 # Not timed yet, as TRIPLES: more stages for fewer weights that stay; what narrower columns leave room for.
-_DEEPER = {256: Tiling(2, 7, 24), 128: Tiling(2, 10, 28), 64: Tiling(2, 16, 28)}
+_DEEPER = {256: Tiling(2, 7, 24), 128: Tiling(2, 10, 28), 64: Tiling(2, 16, 36)}
 
 
 def tilings(row_tiles: int, cols: int) -> tuple[Tiling, ...]:
@@ -129,6 +129,9 @@ def type_refusal(dtype: torch.dtype) -> str | None:
 
 def refusal(user: Tensor, cand: Tensor, num_m: int) -> str | None:
     """Why the kernels cannot take the call, or None. Device, library and empty tensors are looked at elsewhere."""
+    size = cand.shape[2]
+    if size * cand.element_size() % TMA_ALIGNMENT:
+        return f"the result's rows of {size} elements are not multiples of {TMA_ALIGNMENT} bytes"
     most = (multiprocessors(cand.device) - 1) * PAIRS.group * ROWS
     if num_m > most:
         return f"the kernel gives each group of outputs a multiprocessor of its own: {num_m} are more than {most}"

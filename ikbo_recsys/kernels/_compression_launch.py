@@ -151,7 +151,8 @@ class Plan:
     ) -> list[Tensor | None]:
         """The gradients of user, cand, weight and bias that `needs` asks for."""
         grad = readable(grad)
-        facts = (_plan.facts(grad), needs)
+        # Saved tensors may come back in another layout: hooks that keep them elsewhere return contiguous ones.
+        facts = (_plan.facts(grad), _plan.facts(user), _plan.facts(cand), needs)
         launches = self._backwards.get(facts)
         if launches is None:
             launches = self._backwards[facts] = Backward(self._path, grad, user, cand, needs)

@@ -173,6 +173,7 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
         (256, 7, 1, 3000, "i32"),  # more weight than stays
         (128, 5, 1, 125, "i64"),
         (64, 2, 1, 9, "i32"),
+        (64, 2, 1, 600, "i32"),
     ],
 )
 def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str) -> None:
@@ -219,6 +220,7 @@ def test_hopper_sizes() -> None:
                 sizes = hopper.candidate_sizes(features, row_tiles, tiling)
                 assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
                 assert sizes.weight_buffers <= tiling.weight_buffers
+                assert min(sizes.resident, sizes.tail_resident) >= 0
                 stays = [k % 3 == 0 and k // 3 < sizes.resident for k in range(sizes.steps)] * 3
                 windows = (stays[i : i + tiling.stages] for i in range(len(stays)))
                 assert max(window.count(False) for window in windows) <= sizes.ring
