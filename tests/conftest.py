@@ -16,3 +16,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def fresh_random_inputs(request: pytest.FixtureRequest) -> None:
     """Another seed for every test, the same one when it is run again, alone or in the suite."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
+    empty = torch.empty
+
+    def poisoned(*arguments: object, **options: object) -> torch.Tensor:
+        out = empty(*arguments, **options)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)

@@ -17,6 +17,8 @@ from tests.processes import INTERPRETED, interpreted, run_interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 FULL, LENGTHS, JAGGED = 0, 1, 2
 
@@ -24,18 +26,6 @@ FULL, LENGTHS, JAGGED = 0, 1, 2
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        out = empty(*args, **kwargs)  # type: ignore[call-overload]
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def make_problem(

@@ -19,10 +19,9 @@ from tests.test_cross_attention_interpreter import (
     LENGTHS,
     TOLERANCE,
     make_problem,
-    poison_uninitialised_memory,
 )
 
-__all__ = ["poison_uninitialised_memory"]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from ikbo_recsys import CandidateIndex, kernels
 from ikbo_recsys.kernels import _plan
@@ -13,6 +12,8 @@ from tests.cases import relative_error
 from tests.processes import INTERPRETED, interpreted, run_interpreted
 
 pytest.importorskip("triton.experimental.gluon")
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 FP16, BF16 = torch.float16, torch.bfloat16
 # How often work under way is done at once: as late as possible, in between, as early as possible.
@@ -23,18 +24,6 @@ EAGER = [0.0, 0.3, 0.9]
 @pytest.mark.parametrize("operator", ["compression_linear", "cross_attention"])
 def test_in_a_process_of_its_own(operator: str) -> None:
     run_interpreted(__file__, "-k", operator)
-
-
-@pytest.fixture(autouse=True)
-def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
-    empty = torch.empty
-
-    def poisoned(*arguments: object, **options: object) -> Tensor:
-        out = empty(*arguments, **options)  # type: ignore[call-overload]
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def make_index(users: int, cands: int, grouped: bool, dtype: torch.dtype = torch.int64) -> CandidateIndex:

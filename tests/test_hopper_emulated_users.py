@@ -9,10 +9,11 @@ from ikbo_recsys import kernels
 from tests import twins
 from tests.cases import relative_error
 from tests.processes import INTERPRETED, interpreted, run_interpreted
-from tests.test_hopper_emulated import EAGER, make_index, poison_uninitialised_memory
+from tests.test_hopper_emulated import EAGER, make_index
 
 pytest.importorskip("triton.experimental.gluon")
-__all__ = ["poison_uninitialised_memory"]
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

@@ -72,7 +72,7 @@ def test_padded_weight(dtype: torch.dtype, user_k: int, cand_k: int) -> None:
     expected = user_part[index] + weight[:, user_k:].double() @ cand.double()
     result = CompressionPlan("triton").forward(user, cand, weight, index, bias)
     assert relative_error(result, expected) < TOLERANCE[dtype]
-    result = LinearPlan(None).forward(user[:, :, 0], cand[:, :, 0], weight, index, bias, True)
+    result = LinearPlan(None).forward(user[:, :, 0], cand[:, :, 0], weight, index, bias)
     assert relative_error(result, expected[:, :, 0]) < TOLERANCE[dtype]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ikbo_recsys.kernels._backend import capability
+from ikbo_recsys.kernels._backend import has_large_shared_memory
 from ikbo_recsys.kernels._launch import cdiv, device_guard, input_precision
 from ikbo_recsys.kernels._plan import Launch, is_traced
 from ikbo_recsys.kernels._tiles import Row, pick
@@ -75,15 +75,6 @@ BACKWARD_32BIT = (
     Row(AttentionTile(16, 16, 4, 1), {"head_size": 128}),
     Row(AttentionTile(16, 16, 8, 1)),
 )
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether a block can have the shared memory that the tables' tiles need: 163 KB and more on A100, H100 and B200.
-
-    The GPUs of the same generations for workstations and inference have 99 KB (L4, A10: 8.9, 8.6), AMD's 64 KB.
-    """
-    major, minor = capability(device)
-    return device.type != "cuda" or major in (9, 10, 11) or (major, minor) in ((8, 0), (8, 7))
 
 
 _index_values: Any = WeakIdKeyDictionary()
@@ -202,7 +193,8 @@ class Problem:
     def tile(self, narrow: Any, wide: Any) -> AttentionTile:
         table = wide if self.query.dtype is torch.float32 else narrow
         tile = pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
-        return tile if _has_room(self.query.device) else tile.halved()
+        device = self.query.device
+        return tile if device.type != "cuda" or has_large_shared_memory(device) else tile.halved()
 
 
 def row_slots(problem: Problem, rows: int) -> int:

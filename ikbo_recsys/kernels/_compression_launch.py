@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _launch, _plan, reference
+from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _plan, reference
 from ikbo_recsys.kernels._backend import Choice
 from ikbo_recsys.kernels._compression_backward import Backward, readable
 from ikbo_recsys.kernels._compression_portable import Mix
 from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
+from ikbo_recsys.kernels._mix_plan import MixPlan
 
 NO_WORK = "a tensor has no elements"
 _FLOAT32_ORDER = [("torch", "cuBLAS is the faster one in float32"), ("triton", "portable kernels")]
@@ -92,39 +92,13 @@ def compression_linear(
     return plan.run(user, cand, weight, to_user, offsets, bias)
 
 
-class Plan:
+class Plan(MixPlan):
     """A path, and what it prepared for calls that differ in contents and addresses only."""
 
     def __init__(self, path: str, is_traced: bool = False) -> None:
         self._path, self._is_traced = path, is_traced
         self._forward: Any = None
         self._backwards: dict[Hashable, Backward] = {}
-
-    def __call__(
-        self, user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
-    ) -> Tensor:
-        if isinstance(index, CandidateIndex):
-            return self.run(user, cand, weight, index.to_user, index.offsets, bias)
-        return self.run(user, cand, weight, index, None, bias)
-
-    def run(
-        self,
-        user: Tensor,
-        cand: Tensor,
-        weight: Tensor,
-        to_user: Tensor,
-        offsets: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        if torch.is_grad_enabled() and (
-            user.requires_grad
-            or cand.requires_grad
-            or weight.requires_grad
-            or (bias is not None and bias.requires_grad)
-        ):
-            out: Tensor = _Differentiable.apply(self, user, cand, weight, to_user, offsets, bias)
-            return out
-        return self.forward(user, cand, weight, to_user, bias)
 
     def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
         """The operator without gradients."""
@@ -171,30 +145,3 @@ class _Portable:
     ) -> Tensor:
         user_UMD = self._user(weights[0], user, bias_M=bias)
         return self._cand(weights[1], cand, user_UMD, to_user)
-
-
-class _Differentiable(torch.autograd.Function):
-    """The eager path with gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        user: Tensor,
-        cand: Tensor,
-        weight: Tensor,
-        to_user: Tensor,
-        offsets: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(user, cand, weight, to_user, offsets)
-        ctx.plan = plan
-        return plan.forward(user, cand, weight, to_user, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        needs = ctx.needs_input_grad
-        with _launch.autocast_off():
-            grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
-        return None, grads[0], grads[1], grads[2], None, None, grads[3]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _compression_launch, _plan, reference
+from ikbo_recsys.kernels._mix_plan import register_gradients
 
 
 @torch.library.triton_op("ikbo::compression_linear_portable", mutates_args={})
@@ -72,22 +73,4 @@ def compression_linear_backward(
     return [part for part in grads if part is not None]
 
 
-@compression_linear_backward.register_fake
-def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
-    made = (user, cand, weight, weight[:, 0])
-    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _run_backward(ctx: Any, grad: Tensor) -> Any:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-    grads = iter(torch.ops.ikbo.compression_linear_backward(grad, *ctx.saved_tensors, needs))
-    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-    return user, cand, weight, None, None, bias
-
-
-compression_linear_portable.register_autograd(_run_backward, setup_context=_save)
-compression_linear_hopper.register_autograd(_run_backward, setup_context=_save)
+register_gradients(compression_linear_backward, compression_linear_portable, compression_linear_hopper)

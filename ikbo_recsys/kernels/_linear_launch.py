@@ -8,18 +8,17 @@ Shape letters: U users, B candidates, Ku/Kc features, M outputs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _backend, _checks, _launch, _plan, _tiles, reference
 from ikbo_recsys.kernels._backend import Choice
 from ikbo_recsys.kernels._compression_launch import NO_WORK
 from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
 from ikbo_recsys.kernels._launch import cdiv
+from ikbo_recsys.kernels._mix_plan import MixPlan, needs_gradient
 from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping, rows_of
 
 
@@ -67,7 +66,7 @@ def linear(
 
             # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's
             # type.
-            is_fused = not _needs_gradient(user, cand, weight, bias)
+            is_fused = not needs_gradient(user, cand, weight, bias)
             fused = activation if is_fused else None
             out: Tensor = linear_portable(user, cand, weight, to_user, offsets, bias, fused)
             return out if is_fused else reference.ACTIVATIONS[activation](out)
@@ -79,13 +78,7 @@ def linear(
         return reference.linear(user, cand, weight, to_user, bias, activation)
 
 
-def _needs_gradient(user: Tensor, cand: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        user.requires_grad or cand.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-
-
-class Plan:
+class Plan(MixPlan):
     """What was prepared for calls that differ in contents and addresses only."""
 
     def __init__(self, activation: str | None, is_traced: bool = False) -> None:
@@ -93,29 +86,17 @@ class Plan:
         self._parts: dict[bool, tuple[Part, Part]] = {}
         self._sums: dict[Hashable, SegmentSum] = {}
 
-    def __call__(
-        self, user: Tensor, cand: Tensor, weight: Tensor, index: CandidateIndex | Tensor, bias: Tensor | None
-    ) -> Tensor:
-        if isinstance(index, CandidateIndex):
-            return self.run(user, cand, weight, index.to_user, index.offsets, bias)
-        return self.run(user, cand, weight, index, None, bias)
+    def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
+        return self._forward(user, cand, weight, to_user, bias, True)
 
-    def run(
-        self,
-        user: Tensor,
-        cand: Tensor,
-        weight: Tensor,
-        to_user: Tensor,
-        offsets: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        if not _needs_gradient(user, cand, weight, bias):
-            return self.forward(user, cand, weight, to_user, bias, True)
+    def start(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
         # The derivative of an activation needs the sum before it: with gradients it is torch's, on the output's type.
-        out: Tensor = _Differentiable.apply(self, user, cand, weight, to_user, offsets, bias)
+        return self._forward(user, cand, weight, to_user, bias, False)
+
+    def finish(self, out: Tensor) -> Tensor:
         return out if self._activation is None else reference.ACTIVATIONS[self._activation](out)
 
-    def forward(
+    def _forward(
         self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None, activate: bool
     ) -> Tensor:
         """The operator without gradients, with its activation or before it."""
@@ -136,7 +117,7 @@ class Plan:
         weight: Tensor,
         to_user: Tensor,
         offsets: Tensor | None,
-        needs: Sequence[bool],
+        needs: tuple[bool, ...],
     ) -> list[Tensor | None]:
         """Gradients of user, cand, weight and bias before the activation, as far as `needs` asks for them."""
         needs_user, needs_cand, needs_weight, needs_bias = needs
@@ -234,30 +215,3 @@ class Part:
         with _launch.device_guard(x_BK):
             self._launch((*pointers, *self._sizes, num_users, *self._numbers))
         return out_BM
-
-
-class _Differentiable(torch.autograd.Function):
-    """The eager path with gradients, without the activation."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        user: Tensor,
-        cand: Tensor,
-        weight: Tensor,
-        to_user: Tensor,
-        offsets: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(user, cand, weight, to_user, offsets)
-        ctx.plan = plan
-        return plan.forward(user, cand, weight, to_user, bias, False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        needs = ctx.needs_input_grad
-        with _launch.autocast_off():
-            grads = ctx.plan.backward(grad, *ctx.saved_tensors, (needs[1], needs[2], needs[3], needs[6]))
-        return None, grads[0], grads[1], grads[2], None, None, grads[3]

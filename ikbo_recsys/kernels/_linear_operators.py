@@ -5,12 +5,11 @@ Shape letters: U users, B candidates, Ku/Kc inputs, M outputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _linear_launch, _plan
+from ikbo_recsys.kernels._mix_plan import register_gradients
 
 
 @torch.library.triton_op("ikbo::linear_portable", mutates_args={})
@@ -25,7 +24,7 @@ def linear_portable(
 ) -> Tensor:
     """The operator by the portable kernels."""
     with _plan.traceable():
-        return _linear_launch.Plan(activation, is_traced=True).forward(user, cand, weight, to_user, bias, True)
+        return _linear_launch.Plan(activation, is_traced=True).forward(user, cand, weight, to_user, bias)
 
 
 @torch.library.custom_op("ikbo::linear_backward", mutates_args=())
@@ -44,25 +43,8 @@ def linear_backward(
     if plan is None:
         plan = _linear_launch.Plan(None)
         _plan.remember(known, plan)
-    grads = plan.backward(grad, user, cand, weight, to_user, offsets, needs)
+    grads = plan.backward(grad, user, cand, weight, to_user, offsets, tuple(needs))
     return [part for part in grads if part is not None]
 
 
-@linear_backward.register_fake
-def _(grad: Tensor, user: Tensor, cand: Tensor, weight: Tensor, to_user: Any, offsets: Any, needs: list[bool]) -> Any:
-    made = (user, cand, weight, weight[:, 0])
-    return [x.new_empty(x.shape) for x, needed in zip(made, needs, strict=True) if needed]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-
-
-def _run_backward(ctx: Any, grad: Tensor) -> Any:
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5)]
-    grads = iter(torch.ops.ikbo.linear_backward(grad, *ctx.saved_tensors, needs))
-    user, cand, weight, bias = (next(grads) if needed else None for needed in needs)
-    return user, cand, weight, None, None, bias, None
-
-
-linear_portable.register_autograd(_run_backward, setup_context=_save)
+register_gradients(linear_backward, linear_portable)
