@@ -13,21 +13,20 @@ from torch import Tensor
 
 from ikbo_recsys.kernels._attention_both_launch import Pair, queries
 from ikbo_recsys.kernels._attention_hopper import (
-    BACKWARD_QUERY_TILES,
-    BACKWARD_TILES,
-    BLOCK_KEYS,
+    BOX_ROWS,
     FORWARD_TILES,
     LOG2_E,
-    TILE_ROWS,
     adjacent_rows,
+    backward_launches,
     flat_query_strides,
+    forward_launch,
     history_layout,
     result_layout,
     rows_layout,
     shared_table,
 )
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, key_slots, row_slots
-from ikbo_recsys.kernels._launch import device_guard, is_tma_ready, multiprocessors
+from ikbo_recsys.kernels._attention_launch import Problem
+from ikbo_recsys.kernels._launch import device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import launch
 
@@ -41,7 +40,6 @@ class Forward:
         query, user_query = queries(problem)
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        tile = FORWARD_TILES[padded]
         self._shapes = (query.shape, user_query.shape)
         self._lse_shapes = (query.shape[:3], user_query.shape[:3]) if store_lse else ((0,), (0,))
         adjacent = adjacent_rows(problem) and all(flat_query_strides(x) is not None for x in (query, user_query))
@@ -49,30 +47,15 @@ class Forward:
         # Without adjacent rows the queries are read through their pointers, and their descriptors are not looked at.
         self._is_gathered = not adjacent
         rows = [rows_layout(x, padded) for x in (query, user_query)] if adjacent else outs
-        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
+        history = [
+            history_layout(x, problem.layout, FORWARD_TILES[padded].keys, padded) for x in (problem.key, problem.value)
+        ]
         self._layouts = (*rows, *history, *outs)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1], user_query.shape[1]),
             *(stride // 8 for stride in (*query.stride()[:3], *user_query.stride()[:3])),
         )
-        self._launch = Launch(
-            attention_forward_both,
-            problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-            {
-                "KEYS": tile.keys,
-                "D": padded,
-                "HEAD_SIZE": head_size,
-                "STAGES": tile.stages,
-                "JAGGED": problem.layout == JAGGED,
-                "GATHER": not adjacent,
-                "PERMUTED": problem.permutation is not None,
-                "STORE_LSE": store_lse,
-                **tile.registers(),
-            },
-            num_warps=4,
-            launch_pdl=True,
-        )
+        self._launch = forward_launch(attention_forward_both, problem, padded, adjacent, store_lse)
 
     def __call__(self, problem: Problem) -> tuple[Pair, Pair]:
         """Outputs and log-sum-exps, the latter without elements unless asked for."""
@@ -109,27 +92,12 @@ class Backward:
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
         self._layouts = [rows_layout(x, padded) for x in (query, user_query, *grads)]
+        self._layouts += [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
         self._user_seeds = user_query.shape[1]
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
-        common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
-        tile = BACKWARD_QUERY_TILES[padded]
-        self._layouts += [history_layout(x, problem.layout, tile.keys, padded) for x in (key, problem.value)]
-        self._launch_query = Launch(
-            attention_backward_query_both,
-            problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-            {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
-            num_warps=4,
-        )
-        tile = BACKWARD_TILES[padded]
-        self._launch_key_value = Launch(
-            attention_backward_key_value_both,
-            problem.index_key(),
-            key_slots(problem, BLOCK_KEYS) * key.shape[-2],
-            {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
-            num_warps=4,
-        )
+        kernels = (attention_backward_query_both, attention_backward_key_value_both)
+        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded)
 
     def query(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> Pair:
         """dq of both, contiguous."""

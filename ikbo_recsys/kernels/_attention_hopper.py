@@ -22,7 +22,7 @@ FEWEST_USER_ROWS = 512
 """Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
 
 LOG2_E = 1.4426950408889634
-TILE_ROWS, _BOX_ROWS = 128, 64
+TILE_ROWS, BOX_ROWS = 128, 64
 BLOCK_KEYS = 128
 _FEWEST_BLOCKS = 96
 _TABLE_BLOCK, _TABLE_STEP = 64, 16
@@ -43,7 +43,7 @@ class HopperTile:
 
 # By padded head size.
 FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
-BACKWARD_QUERY_TILES = {64: HopperTile(_BOX_ROWS, 4, 232, 40), 128: HopperTile(_BOX_ROWS, 3, 232, 40)}
+BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 4, 232, 40), 128: HopperTile(BOX_ROWS, 3, 232, 40)}
 BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 
 
@@ -96,13 +96,13 @@ def rows_layout(x_BSHD: Tensor, padded: int) -> TensorLayout:
     """`[B * S, H, D]` by 64 rows of one head."""
     flat = flat_query_strides(x_BSHD)
     assert flat is not None
-    return TensorLayout((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), (*flat, 1), (_BOX_ROWS, 1, padded))
+    return TensorLayout((x_BSHD.shape[0] * x_BSHD.shape[1], *x_BSHD.shape[2:]), (*flat, 1), (BOX_ROWS, 1, padded))
 
 
 def result_layout(shape: Sequence[int], padded: int) -> TensorLayout:
     """As `rows_layout`, of a contiguous `[B, S, H, D]` that is yet to be made."""
     cands, seeds, heads, size = shape
-    return TensorLayout((cands * seeds, heads, size), (heads * size, size, 1), (_BOX_ROWS, 1, padded))
+    return TensorLayout((cands * seeds, heads, size), (heads * size, size, 1), (BOX_ROWS, 1, padded))
 
 
 def history_layout(x: Tensor, layout: int, keys: int, padded: int) -> TensorLayout:
@@ -145,7 +145,30 @@ def shared_table(problem: Problem) -> Tensor:
 
 def adjacent_rows(problem: Problem) -> bool:
     """Whether 64 rows of a tile are adjacent in the query: when candidates are, or when they are one candidate's."""
-    return problem.permutation is None or problem.query.shape[1] % _BOX_ROWS == 0
+    return problem.permutation is None or problem.query.shape[1] % BOX_ROWS == 0
+
+
+def forward_launch(kernel: Any, problem: Problem, padded: int, adjacent: bool, store_lse: bool) -> Launch:
+    """Of one of the two forward kernels; `adjacent` says whether query rows come by TMA."""
+    tile, heads = FORWARD_TILES[padded], problem.query.shape[2]
+    return Launch(
+        kernel,
+        problem.index_key(),
+        min(multiprocessors(problem.query.device), row_slots(problem, TILE_ROWS) * heads),
+        {
+            "KEYS": tile.keys,
+            "D": padded,
+            "HEAD_SIZE": problem.query.shape[3],
+            "STAGES": tile.stages,
+            "JAGGED": problem.layout == JAGGED,
+            "GATHER": not adjacent,
+            "PERMUTED": problem.permutation is not None,
+            "STORE_LSE": store_lse,
+            **tile.registers(),
+        },
+        num_warps=4,
+        launch_pdl=True,
+    )
 
 
 class Forward:
@@ -157,37 +180,21 @@ class Forward:
         query = problem.query
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        tile = FORWARD_TILES[padded]
         self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
         adjacent = adjacent_rows(problem) and flat_query_strides(query) is not None
         out = result_layout(query.shape, padded)
         # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
         self._is_gathered = not adjacent
         rows = rows_layout(query, padded) if adjacent else out
-        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
+        history = [
+            history_layout(x, problem.layout, FORWARD_TILES[padded].keys, padded) for x in (problem.key, problem.value)
+        ]
         self._layouts = (rows, *history, out)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
         )
-        self._launch = Launch(
-            attention_forward,
-            problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-            {
-                "KEYS": tile.keys,
-                "D": padded,
-                "HEAD_SIZE": head_size,
-                "STAGES": tile.stages,
-                "JAGGED": problem.layout == JAGGED,
-                "GATHER": not adjacent,
-                "PERMUTED": problem.permutation is not None,
-                "STORE_LSE": store_lse,
-                **tile.registers(),
-            },
-            num_warps=4,
-            launch_pdl=True,
-        )
+        self._launch = forward_launch(attention_forward, problem, padded, adjacent, store_lse)
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
@@ -218,6 +225,30 @@ def fills_the_gpu(problem: Problem) -> bool:
     return key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
 
 
+def backward_launches(kernels: tuple[Any, Any], problem: Problem, padded: int) -> tuple[Launch, Launch]:
+    """Of one of the two kernels for dq, and of the one for dk and dv that belongs to it."""
+    query = problem.query
+    heads = query.shape[2]
+    common = {"D": padded, "HEAD_SIZE": query.shape[3], "PERMUTED": problem.permutation is not None}
+    tile = BACKWARD_QUERY_TILES[padded]
+    of_query = Launch(
+        kernels[0],
+        problem.index_key(),
+        min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
+        {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
+        num_warps=4,
+    )
+    tile = BACKWARD_TILES[padded]
+    of_key_value = Launch(
+        kernels[1],
+        problem.index_key(),
+        key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2],
+        {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
+        num_warps=4,
+    )
+    return of_query, of_key_value
+
+
 class Backward:
     """The launches for dq and for dk and dv, for problems and gradients that differ from these in their addresses
     only."""
@@ -230,26 +261,11 @@ class Backward:
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
         self._layouts = [rows_layout(x, padded) for x in (query, grad)]
-        self._layouts += [history_layout(x, problem.layout, _BOX_ROWS, padded) for x in (key, problem.value)]
+        self._layouts += [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
-        common = {"D": padded, "HEAD_SIZE": head_size, "PERMUTED": problem.permutation is not None}
-        tile = BACKWARD_QUERY_TILES[padded]
-        self._launch_query = Launch(
-            attention_backward_query,
-            problem.index_key(),
-            min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-            {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
-            num_warps=4,
-        )
-        tile = BACKWARD_TILES[padded]
-        self._launch_key_value = Launch(
-            attention_backward_key_value,
-            problem.index_key(),
-            key_slots(problem, BLOCK_KEYS) * key.shape[-2],
-            {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
-            num_warps=4,
-        )
+        kernels = (attention_backward_query, attention_backward_key_value)
+        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded)
 
     def query(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> Tensor:
         """dq, contiguous."""
