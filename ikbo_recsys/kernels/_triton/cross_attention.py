@@ -79,6 +79,36 @@ def _attend(
 
 
 @triton.jit
+def history_rows(
+    k_ptr,
+    v_ptr,
+    kv_ptr,
+    user,
+    key_head,
+    capacity,
+    stride_ku,
+    stride_kt,
+    stride_kh,
+    stride_vu,
+    stride_vt,
+    stride_vh,
+    KEYS: tl.constexpr,
+    KV_LAYOUT: tl.constexpr,
+):
+    """`(number of keys, pointers to the first KEYS rows of keys, of values, steps to the next rows of each)` of a
+    user."""
+    first_key, num_keys = key_range(kv_ptr, user, capacity, KV_LAYOUT)
+    key = tl.arange(0, KEYS).to(tl.int64)
+    user64 = user.to(tl.int64)
+    first64 = tl.zeros([], tl.int64) + first_key
+    k_rows = k_ptr + user64 * stride_ku + key_head * stride_kh + (first64 + key) * stride_kt
+    v_rows = v_ptr + user64 * stride_vu + key_head * stride_vh + (first64 + key) * stride_vt
+    k_step = tl.zeros([], tl.int64) + KEYS * stride_kt
+    v_step = tl.zeros([], tl.int64) + KEYS * stride_vt
+    return num_keys, k_rows, v_rows, k_step, v_step
+
+
+@triton.jit
 def attend_rows(
     q_ptr,
     k_ptr,
@@ -120,14 +150,11 @@ def attend_rows(
     q_rows = row_pointers(q_ptr + head * stride_qh, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
     query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
 
-    first_key, num_keys = key_range(kv_ptr, user, capacity, KV_LAYOUT)
-    key = tl.arange(0, KEYS).to(tl.int64)
-    user64 = user.to(tl.int64)
-    first64 = tl.zeros([], tl.int64) + first_key
-    k_rows = k_ptr + user64 * stride_ku + (head // GROUP) * stride_kh + (first64 + key) * stride_kt
-    v_rows = v_ptr + user64 * stride_vu + (head // GROUP) * stride_vh + (first64 + key) * stride_vt
-    k_step = tl.zeros([], tl.int64) + KEYS * stride_kt
-    v_step = tl.zeros([], tl.int64) + KEYS * stride_vt
+    num_keys, k_rows, v_rows, k_step, v_step = history_rows(
+        k_ptr, v_ptr, kv_ptr, user, head // GROUP, capacity, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
+        stride_vh,
+        KEYS, KV_LAYOUT,
+    )  # fmt: skip
 
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)

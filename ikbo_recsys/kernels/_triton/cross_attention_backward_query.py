@@ -9,8 +9,8 @@ No atomics: a program owns query rows and walks their user's keys.
 import triton
 import triton.language as tl
 
-from ikbo_recsys.kernels._triton.cross_attention import SIZES, load_tile, row_pointers
-from ikbo_recsys.kernels._triton.schedule import key_range, tile_of_slot
+from ikbo_recsys.kernels._triton.cross_attention import SIZES, history_rows, load_tile, row_pointers
+from ikbo_recsys.kernels._triton.schedule import tile_of_slot
 
 
 @triton.jit
@@ -113,14 +113,11 @@ def query_gradient(
         query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
         # Rows outside the tile get weight 2^-inf = 0.
         lse2 = tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
-        first_key, num_keys = key_range(kv_ptr, user, capacity, KV_LAYOUT)
-        key = tl.arange(0, KEYS).to(tl.int64)
-        user64 = user.to(tl.int64)
-        first64 = tl.zeros([], tl.int64) + first_key
-        k_rows = k_ptr + user64 * stride_ku + (head // GROUP) * stride_kh + (first64 + key) * stride_kt
-        v_rows = v_ptr + user64 * stride_vu + (head // GROUP) * stride_vh + (first64 + key) * stride_vt
-        k_step = tl.zeros([], tl.int64) + KEYS * stride_kt
-        v_step = tl.zeros([], tl.int64) + KEYS * stride_vt
+        num_keys, k_rows, v_rows, k_step, v_step = history_rows(
+            k_ptr, v_ptr, kv_ptr, user, head // GROUP, capacity, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
+            stride_vh,
+            KEYS, KV_LAYOUT,
+        )  # fmt: skip
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         full = num_keys // KEYS
         for _ in range(full):
