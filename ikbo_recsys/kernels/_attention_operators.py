@@ -2,7 +2,8 @@
 
 `cross_attention_portable` is a `triton_op`, whose kernels Inductor sees and AOTInductor packages;
 `cross_attention_hopper` is opaque, since Inductor cannot re-emit Gluon, and looks at the call at hand when it runs.
-Each has a form with query rows of the users' own, `_both`, and a backward operator of its own.
+Each has a form with query rows of the users' own, `_both`, and a backward operator of its own. Those are opaque on both
+paths: into how many parts the sums for keys and values go follows from the batch sizes, which must not become guards.
 
 What the eager path keeps with an index tensor is made anew here: compiled programs write into tensors that they use
 again without raising their version counters.
@@ -84,7 +85,7 @@ def cross_attention_portable(
         return _forward(problem, "triton")  # type: ignore[return-value]
 
 
-@torch.library.triton_op("ikbo::cross_attention_portable_backward", mutates_args={})
+@torch.library.custom_op("ikbo::cross_attention_portable_backward", mutates_args=())
 def cross_attention_portable_backward(
     grad: Tensor,
     query: Tensor,
@@ -100,9 +101,8 @@ def cross_attention_portable_backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv by the portable kernels."""
-    with traceable():
-        problem = _problem(query, key, value, offsets, permutation, kv, layout, scale)
-        return backward(problem, out, lse, grad, (True, True, True), "triton", grad_lse)
+    problem = _problem(query, key, value, offsets, permutation, kv, layout, scale)
+    return backward(problem, out, lse, grad, (True, True, True), "triton", grad_lse)
 
 
 @torch.library.triton_op("ikbo::cross_attention_portable_both", mutates_args={})
@@ -123,7 +123,7 @@ def cross_attention_portable_both(
         return _forward(problem, "triton")  # type: ignore[return-value]
 
 
-@torch.library.triton_op("ikbo::cross_attention_portable_both_backward", mutates_args={})
+@torch.library.custom_op("ikbo::cross_attention_portable_both_backward", mutates_args=())
 def cross_attention_portable_both_backward(
     grad: Tensor,
     user_grad: Tensor,
@@ -144,10 +144,9 @@ def cross_attention_portable_both_backward(
     user_grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq of the candidates and of the users, dk and dv by the portable kernels."""
-    with traceable():
-        problem = _problem(query, key, value, offsets, permutation, kv, layout, scale, user_query=user_query)
-        pairs = (grad, user_grad), (out, user_out), (lse, user_lse), (grad_lse, user_grad_lse)
-        return _backward_both(problem, "triton", *pairs)  # type: ignore[return-value]
+    problem = _problem(query, key, value, offsets, permutation, kv, layout, scale, user_query=user_query)
+    pairs = (grad, user_grad), (out, user_out), (lse, user_lse), (grad_lse, user_grad_lse)
+    return _backward_both(problem, "triton", *pairs)  # type: ignore[return-value]
 
 
 # ---- Hopper ----------------------------------------------------------------------------------------------------------
@@ -237,6 +236,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+@cross_attention_portable_backward.register_fake
 @cross_attention_hopper_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
@@ -248,6 +248,7 @@ def _(query: Tensor, user_query: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in both), *(x.new_empty(x.shape[:3], dtype=torch.float32) for x in both)
 
 
+@cross_attention_portable_both_backward.register_fake
 @cross_attention_hopper_both_backward.register_fake
 def _(
     grad: Tensor, user_grad: Tensor, query: Tensor, user_query: Tensor, key: Tensor, value: Tensor, *_: Any

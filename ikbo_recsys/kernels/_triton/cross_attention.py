@@ -7,7 +7,7 @@ A program takes ROWS packed rows of one user and one head, and streams that user
 import triton
 import triton.language as tl
 
-from ikbo_recsys.kernels._triton.schedule import key_range, tile_of_slot
+from ikbo_recsys.kernels._triton.schedule import key_range, narrowed, tile_of_user
 
 SIZES = [
     *("offsets_ptr", "permutation_ptr", "kv_ptr", "num_users", "num_cands", "seeds", "user_seeds", "capacity"),
@@ -17,12 +17,8 @@ SIZES = [
 
 
 @triton.jit
-def row_pointers(base_ptr, permutation_ptr, row, valid, seeds, stride_b, stride_s, PERMUTED: tl.constexpr):
-    """Where the packed rows lie in a `[B, S, ...]` tensor."""
-    cand = row // seeds
-    seed = row - cand * seeds
-    if PERMUTED:
-        cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+def row_pointers(base_ptr, cand, seed, stride_b, stride_s):
+    """Where rows lie in a `[B, S, ...]` tensor."""
     return base_ptr + cand.to(tl.int64) * stride_b + seed.to(tl.int64) * stride_s
 
 
@@ -117,6 +113,7 @@ def attend_rows(
     lse_ptr,
     permutation_ptr,
     kv_ptr,
+    is_own,
     user,
     head,
     start,
@@ -144,10 +141,21 @@ def attend_rows(
     STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one head: the packed rows from `start` on, before `end`, over their user's keys."""
+    """One tile of one head: the packed rows from `start` on, before `end`, over their user's keys.
+
+    `is_own` says whether they are the user's own, which are never permuted; None where there are none.
+    """
     row = start + tl.arange(0, ROWS)
     valid = row < end
-    q_rows = row_pointers(q_ptr + head * stride_qh, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
+    cand = row // seeds
+    seed = row - cand * seeds
+    if PERMUTED:
+        if is_own is None:
+            cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+        else:
+            listed = tl.load(permutation_ptr + cand, mask=valid & (is_own == 0), other=0)
+            cand = tl.where(is_own, cand, listed)
+    q_rows = row_pointers(q_ptr + head * stride_qh, cand, seed, stride_qb, stride_qs)
     query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
 
     num_keys, k_rows, v_rows, k_step, v_step = history_rows(
@@ -174,21 +182,12 @@ def attend_rows(
 
     # Without a single key the sum is 0: the row is zeros, and its log-sum-exp -inf.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    out_rows = row_pointers(
-        out_ptr + head * HEAD_SIZE,
-        permutation_ptr,
-        row,
-        valid,
-        seeds,
-        seeds * HEADS * HEAD_SIZE,
-        HEADS * HEAD_SIZE,
-        PERMUTED,
-    )
+    out_rows = row_pointers(out_ptr + head * HEAD_SIZE, cand, seed, seeds * HEADS * HEAD_SIZE, HEADS * HEAD_SIZE)
     column = tl.arange(0, BLOCK_D)
     inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
     tl.store(out_rows[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
     if STORE_LSE:
-        lse_rows = row_pointers(lse_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+        lse_rows = row_pointers(lse_ptr + head, cand, seed, seeds * HEADS, HEADS)
         tl.store(lse_rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=valid)
 
 
@@ -234,11 +233,19 @@ def attention_forward(
     keys.
     """
     head = tl.program_id(0) % HEADS
-    user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
+    slot = tl.program_id(0) // HEADS
+    user = 0
+    high = num_users - 1
+    while user < high:
+        middle = (user + high + 1) // 2
+        offset = tl.load(offsets_ptr + middle)
+        user, high = narrowed(user, high, middle, offset, slot, num_cands, seeds, 0, ROWS)
+    start, end = tl.load(offsets_ptr + user), tl.load(offsets_ptr + user + 1)
+    start, end = tile_of_user(user, start, end, slot, num_cands, seeds, ROWS)
     if start >= end:
         return
     attend_rows(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, permutation_ptr, kv_ptr, user, head, start, end, seeds, capacity,
-        stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, permutation_ptr, kv_ptr, None, user, head, start, end, seeds,
+        capacity, stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
         QK_SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, STORE_LSE, PRECISION,
     )  # fmt: skip

@@ -78,9 +78,13 @@ def _accumulate(
     for row0 in range(start, last, ROWS):
         row = row0 + tl.arange(0, ROWS)
         valid = row < last
-        q_rows = row_pointers(q_ptr, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
-        g_rows = row_pointers(grad_ptr, permutation_ptr, row, valid, seeds, stride_gb, stride_gs, PERMUTED)
-        lse_rows = row_pointers(lse_ptr, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+        cand = row // seeds
+        seed = row - cand * seeds
+        if PERMUTED:
+            cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+        q_rows = row_pointers(q_ptr, cand, seed, stride_qb, stride_qs)
+        g_rows = row_pointers(grad_ptr, cand, seed, stride_gb, stride_gs)
+        lse_rows = row_pointers(lse_ptr, cand, seed, seeds * HEADS, HEADS)
         query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
         grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
         lse2 = tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
@@ -89,7 +93,7 @@ def _accumulate(
         if NEED_DV:
             dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
         if NEED_DK:
-            delta_rows = row_pointers(delta_ptr, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+            delta_rows = row_pointers(delta_ptr, cand, seed, seeds * HEADS, HEADS)
             delta = tl.load(delta_rows, mask=valid, other=0.0)
             grad_weights = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
             grad_scores = weights * (grad_weights - delta[None, :])

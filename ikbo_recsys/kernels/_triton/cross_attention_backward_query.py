@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ikbo_recsys.kernels._triton.cross_attention import SIZES, history_rows, load_tile, row_pointers
-from ikbo_recsys.kernels._triton.schedule import tile_of_slot
+from ikbo_recsys.kernels._triton.schedule import narrowed, tile_of_user
 
 
 @triton.jit
@@ -56,6 +56,8 @@ def query_gradient(
     dq_ptr,
     permutation_ptr,
     kv_ptr,
+    is_own,
+    is_needed,
     user,
     head,
     start,
@@ -88,20 +90,27 @@ def query_gradient(
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one head: the packed rows from `start` on, before `end`."""
+    """One tile of one head: the packed rows from `start` on, before `end`; `is_own` as in `attend_rows`.
+
+    `is_needed` says whether dq is needed of this tile, None where NEED_DQ says all.
+    """
     row = start + tl.arange(0, ROWS)
     valid = row < end
+    cand = row // seeds
+    seed = row - cand * seeds
+    if PERMUTED:
+        if is_own is None:
+            cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+        else:
+            listed = tl.load(permutation_ptr + cand, mask=valid & (is_own == 0), other=0)
+            cand = tl.where(is_own, cand, listed)
     stride_ob = seeds * HEADS * HEAD_SIZE
     stride_os = HEADS * HEAD_SIZE
-    q_rows = row_pointers(q_ptr + head * stride_qh, permutation_ptr, row, valid, seeds, stride_qb, stride_qs, PERMUTED)
-    g_rows = row_pointers(
-        grad_ptr + head * stride_gh, permutation_ptr, row, valid, seeds, stride_gb, stride_gs, PERMUTED
-    )
-    o_rows = row_pointers(
-        out_ptr + head * HEAD_SIZE, permutation_ptr, row, valid, seeds, stride_ob, stride_os, PERMUTED
-    )
-    lse_rows = row_pointers(lse_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
-    delta_rows = row_pointers(delta_ptr + head, permutation_ptr, row, valid, seeds, seeds * HEADS, HEADS, PERMUTED)
+    q_rows = row_pointers(q_ptr + head * stride_qh, cand, seed, stride_qb, stride_qs)
+    g_rows = row_pointers(grad_ptr + head * stride_gh, cand, seed, stride_gb, stride_gs)
+    o_rows = row_pointers(out_ptr + head * HEAD_SIZE, cand, seed, stride_ob, stride_os)
+    lse_rows = row_pointers(lse_ptr + head, cand, seed, seeds * HEADS, HEADS)
+    delta_rows = row_pointers(delta_ptr + head, cand, seed, seeds * HEADS, HEADS)
 
     grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
     out = load_tile(o_rows, valid, HEAD_SIZE, BLOCK_D, True)
@@ -118,6 +127,9 @@ def query_gradient(
             stride_vh,
             KEYS, KV_LAYOUT,
         )  # fmt: skip
+        if is_needed is not None:
+            num_keys = tl.where(is_needed, num_keys, 0)
+            valid = valid & is_needed
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         full = num_keys // KEYS
         for _ in range(full):
@@ -144,9 +156,7 @@ def query_gradient(
             acc = _query_step(
                 acc, query, grad, lse2, delta, k_rows, v_rows, left, QK_SCALE, HEAD_SIZE, BLOCK_D, KEYS, True, PRECISION
             )
-        dq_rows = row_pointers(
-            dq_ptr + head * HEAD_SIZE, permutation_ptr, row, valid, seeds, stride_ob, stride_os, PERMUTED
-        )
+        dq_rows = row_pointers(dq_ptr + head * HEAD_SIZE, cand, seed, stride_ob, stride_os)
         column = tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
         tl.store(dq_rows[:, None] + column[None, :], (acc * SCALE).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -201,13 +211,21 @@ def attention_backward_query(
     With GRAD_LSE the gradient of the log-sum-exp stands in `delta_ptr`: d lse / d score is p, as delta's factor is.
     """
     head = tl.program_id(0) % HEADS
-    user, start, end = tile_of_slot(offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, ROWS)
+    slot = tl.program_id(0) // HEADS
+    user = 0
+    high = num_users - 1
+    while user < high:
+        middle = (user + high + 1) // 2
+        offset = tl.load(offsets_ptr + middle)
+        user, high = narrowed(user, high, middle, offset, slot, num_cands, seeds, 0, ROWS)
+    start, end = tl.load(offsets_ptr + user), tl.load(offsets_ptr + user + 1)
+    start, end = tile_of_user(user, start, end, slot, num_cands, seeds, ROWS)
     if start >= end:
         return
     query_gradient(
-        q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, kv_ptr, user, head, start,
-        end, seeds, capacity, stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
-        stride_vh, stride_gb, stride_gs, stride_gh,
+        q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, kv_ptr, None, None, user,
+        head, start, end, seeds, capacity, stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu,
+        stride_vt, stride_vh, stride_gb, stride_gs, stride_gh,
         QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, NEED_DQ, GRAD_LSE,
         PRECISION,
     )  # fmt: skip

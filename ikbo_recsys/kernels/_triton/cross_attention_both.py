@@ -11,7 +11,7 @@ import triton.language as tl
 from ikbo_recsys.kernels._triton.cross_attention import SIZES, attend_rows
 from ikbo_recsys.kernels._triton.cross_attention_backward import key_block, key_value_gradient
 from ikbo_recsys.kernels._triton.cross_attention_backward_query import query_gradient
-from ikbo_recsys.kernels._triton.schedule import tile_of_slot_both
+from ikbo_recsys.kernels._triton.schedule import narrowed, tile_of_user_both
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -58,24 +58,27 @@ def attention_forward_both(
 ):
     """`attention_forward` over both kinds of rows, each tile of one kind."""
     head = tl.program_id(0) % HEADS
-    is_own, user, start, end = tile_of_slot_both(
-        offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, user_seeds, ROWS
-    )
+    slot = tl.program_id(0) // HEADS
+    own_tiles = (user_seeds + ROWS - 1) // ROWS
+    user = 0
+    high = num_users - 1
+    while user < high:
+        middle = (user + high + 1) // 2
+        offset = tl.load(offsets_ptr + middle)
+        user, high = narrowed(user, high, middle, offset, slot, num_cands, seeds, own_tiles, ROWS)
+    start, end = tl.load(offsets_ptr + user), tl.load(offsets_ptr + user + 1)
+    is_own, start, end = tile_of_user_both(user, start, end, slot, num_cands, seeds, user_seeds, own_tiles, ROWS)
     if start >= end:
         return
     if is_own:
-        attend_rows(
-            uq_ptr, k_ptr, v_ptr, uout_ptr, ulse_ptr, permutation_ptr, kv_ptr, user, head, start, end, user_seeds,
-            capacity, stride_uqb, stride_uqs, stride_uqh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
-            stride_vh,
-            QK_SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, False, STORE_LSE, PRECISION,
-        )  # fmt: skip
-    else:
-        attend_rows(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, permutation_ptr, kv_ptr, user, head, start, end, seeds, capacity,
-            stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
-            QK_SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, STORE_LSE, PRECISION,
-        )  # fmt: skip
+        q_ptr, out_ptr, lse_ptr = uq_ptr, uout_ptr, ulse_ptr
+    attend_rows(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, permutation_ptr, kv_ptr, is_own, user, head, start, end,
+        tl.where(is_own, user_seeds, seeds), capacity, tl.where(is_own, stride_uqb, stride_qb),
+        tl.where(is_own, stride_uqs, stride_qs), tl.where(is_own, stride_uqh, stride_qh), stride_ku, stride_kt,
+        stride_kh, stride_vu, stride_vt, stride_vh,
+        QK_SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, STORE_LSE, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -137,27 +140,40 @@ def attention_backward_query_both(
 ):
     """`attention_backward_query` over both kinds of rows; delta for both, dq for those that need it."""
     head = tl.program_id(0) % HEADS
-    is_own, user, start, end = tile_of_slot_both(
-        offsets_ptr, tl.program_id(0) // HEADS, num_users, num_cands, seeds, user_seeds, ROWS
-    )
+    slot = tl.program_id(0) // HEADS
+    own_tiles = (user_seeds + ROWS - 1) // ROWS
+    user = 0
+    high = num_users - 1
+    while user < high:
+        middle = (user + high + 1) // 2
+        offset = tl.load(offsets_ptr + middle)
+        user, high = narrowed(user, high, middle, offset, slot, num_cands, seeds, own_tiles, ROWS)
+    start, end = tl.load(offsets_ptr + user), tl.load(offsets_ptr + user + 1)
+    is_own, start, end = tile_of_user_both(user, start, end, slot, num_cands, seeds, user_seeds, own_tiles, ROWS)
     if start >= end:
         return
     if is_own:
-        query_gradient(
-            uq_ptr, k_ptr, v_ptr, uout_ptr, ugrad_ptr, ulse_ptr, udelta_ptr, udq_ptr, permutation_ptr, kv_ptr, user,
-            head, start, end, user_seeds, capacity, stride_uqb, stride_uqs, stride_uqh, stride_ku, stride_kt,
-            stride_kh, stride_vu, stride_vt, stride_vh, stride_ugb, stride_ugs, stride_ugh,
-            QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, False, NEED_USER_DQ, GRAD_LSE,
-            PRECISION,
-        )  # fmt: skip
-    else:
-        query_gradient(
-            q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, kv_ptr, user, head,
-            start, end, seeds, capacity, stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu,
-            stride_vt, stride_vh, stride_gb, stride_gs, stride_gh,
-            QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, NEED_DQ, GRAD_LSE,
-            PRECISION,
-        )  # fmt: skip
+        q_ptr, out_ptr, grad_ptr = uq_ptr, uout_ptr, ugrad_ptr
+        lse_ptr, delta_ptr = ulse_ptr, udelta_ptr
+    is_needed = None
+    if NEED_DQ and NEED_USER_DQ:
+        if is_own:
+            dq_ptr = udq_ptr
+    elif NEED_DQ:
+        is_needed = is_own == 0
+    elif NEED_USER_DQ:
+        is_needed = is_own
+        dq_ptr = udq_ptr
+    query_gradient(
+        q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, permutation_ptr, kv_ptr, is_own, is_needed,
+        user, head, start, end, tl.where(is_own, user_seeds, seeds), capacity,
+        tl.where(is_own, stride_uqb, stride_qb), tl.where(is_own, stride_uqs, stride_qs),
+        tl.where(is_own, stride_uqh, stride_qh), stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
+        tl.where(is_own, stride_ugb, stride_gb), tl.where(is_own, stride_ugs, stride_gs),
+        tl.where(is_own, stride_ugh, stride_gh),
+        QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, NEED_DQ or NEED_USER_DQ,
+        GRAD_LSE, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)

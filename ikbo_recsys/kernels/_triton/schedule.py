@@ -4,9 +4,10 @@ The query rows of one user are adjacent once candidates are grouped (or looked u
 them), so a tile of `ROWS` rows packs several candidates of one user, whatever the number of seeds. How many tiles a
 user has is data; the grid may only depend on shapes. Two ways around that:
 
-- `tile_of_slot` needs no table. User u owns the slots from `offsets[u] * seeds // ROWS + u` on. These are disjoint,
-  since `floor(end / R) - floor(start / R) + 1 >= ceil((end - start) / R)`, and a program finds its user by bisection.
-  At most U of the `B * seeds // ROWS + U` slots are empty and their programs leave at once.
+- `tile_of_slot` needs no table, nor do the kernels that have its search in them. User u owns the slots from
+  `offsets[u] * seeds // ROWS + u` on. These are disjoint, since `floor(end / R) - floor(start / R) + 1 >=
+  ceil((end - start) / R)`, and a program finds its user by bisection. At most U of the `B * seeds // ROWS + U` slots
+  are empty and their programs leave at once.
 - `fill_tile_table` writes a dense table, longest histories first, for the persistent kernel: it walks the table with a
   fixed stride, and empty or badly ordered entries would leave some multiprocessors idle.
 
@@ -33,42 +34,53 @@ def clamped_offset(offsets_ptr, user, upper):
 
 
 @triton.jit
-def _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, spare, ROWS: tl.constexpr):
-    """The user whose slots, from `offsets[u] * scale // ROWS + spare * u` on, have this one among them."""
-    low = 0
-    high = num_users - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        base = clamped_offset(offsets_ptr, middle, num_items) * scale // ROWS + middle * spare
-        is_right = base <= slot
-        low = tl.where(is_right, middle, low)
-        high = tl.where(is_right, high, middle - 1)
-    return low
+def narrowed(low, high, middle, offset, slot, num_items, scale, own_tiles, ROWS: tl.constexpr):
+    """`(low, high)`, narrowed down towards the last user whose slots begin at or before this one.
+
+    User u owns the slots from `offsets[u] * scale // ROWS + (own_tiles + 1) * u` on; `offset` is that of `middle`. The
+    loop around this stands in the kernels, and so do its loads: of an index that a function of its own reads,
+    TorchInductor takes it that what is stored at places found with it is stored into the index itself.
+    """
+    base = tl.minimum(tl.maximum(offset, 0), num_items).to(tl.int32) * scale // ROWS + middle * (own_tiles + 1)
+    is_right = base <= slot
+    return tl.where(is_right, middle, low), tl.where(is_right, high, middle - 1)
 
 
 @triton.jit
-def tile_of_slot(offsets_ptr, slot, num_users, num_items, scale, ROWS: tl.constexpr):
-    """`(user, first row, end row)` of a slot, in rows of `scale` per item; first >= end where the slot is empty."""
-    user = _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, 1, ROWS)
-    start = clamped_offset(offsets_ptr, user, num_items) * scale
-    end = clamped_offset(offsets_ptr, user + 1, num_items) * scale
-    return user, start + (slot - start // ROWS - user) * ROWS, end
+def tile_of_user(user, start, end, slot, num_items, scale, ROWS: tl.constexpr):
+    """`(first row, end row)` of a slot of this user, whose items are `start:end`, in rows of `scale` per item; first >=
+    end where the slot is empty."""
+    start = tl.minimum(tl.maximum(start, 0), num_items).to(tl.int32) * scale
+    end = tl.minimum(tl.maximum(end, 0), num_items).to(tl.int32) * scale
+    return start + (slot - start // ROWS - user) * ROWS, end
 
 
 @triton.jit
-def tile_of_slot_both(offsets_ptr, slot, num_users, num_items, scale, user_scale, ROWS: tl.constexpr):
-    """`(is it a tile of the user's own rows, user, first row, end row)`: `tile_of_slot` with the tiles of each user's
-    `user_scale` own rows before those of its candidates, so that they run together and share keys in L2."""
-    own_tiles = (user_scale + ROWS - 1) // ROWS
-    user = _user_of_slot(offsets_ptr, slot, num_users, num_items, scale, own_tiles + 1, ROWS)
-    start = clamped_offset(offsets_ptr, user, num_items) * scale
-    end = clamped_offset(offsets_ptr, user + 1, num_items) * scale
+def tile_of_user_both(user, start, end, slot, num_items, scale, user_scale, own_tiles, ROWS: tl.constexpr):
+    """`(is it a tile of the user's own rows, first row, end row)`: `tile_of_user` with the `own_tiles` tiles of the
+    user's `user_scale` own rows before those of its candidates, so that they run together and share keys in L2."""
+    start = tl.minimum(tl.maximum(start, 0), num_items).to(tl.int32) * scale
+    end = tl.minimum(tl.maximum(end, 0), num_items).to(tl.int32) * scale
     tile = slot - start // ROWS - user * (own_tiles + 1)
     is_own = tile < own_tiles
     first = tl.where(is_own, user * user_scale + tile * ROWS, start + (tile - own_tiles) * ROWS)
     end = tl.where(is_own, (user + 1) * user_scale, end)
     # Offsets that do not begin at 0 leave slots before the first user's.
-    return is_own, user, tl.where(tile < 0, end, first), end
+    return is_own, tl.where(tile < 0, end, first), end
+
+
+@triton.jit
+def tile_of_slot(offsets_ptr, slot, num_users, num_items, scale, ROWS: tl.constexpr):
+    """`(user, first row, end row)` of a slot: the search and `tile_of_user` in one."""
+    low = 0
+    high = num_users - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = narrowed(low, high, middle, tl.load(offsets_ptr + middle), slot, num_items, scale, 0, ROWS)
+    first, end = tile_of_user(
+        low, tl.load(offsets_ptr + low), tl.load(offsets_ptr + low + 1), slot, num_items, scale, ROWS
+    )
+    return low, first, end
 
 
 @triton.jit
