@@ -154,8 +154,8 @@ def check_program(program: ExportedProgram) -> None:
     for node in _operator_nodes(program):
         if not (_is_composite(node.target) or _is_triton(node.target)):
             raise ValueError(
-                f"the program contains {node.target}, which a package cannot carry: "
-                "export with IKBO_BACKEND=triton or torch"
+                f"the program contains {node.target}, which a package cannot carry: export what is called without "
+                "gradients, with IKBO_BACKEND=auto, triton or torch"
             )
 
 
@@ -454,4 +454,5 @@ def _is_composite(operator: Any) -> bool:
 
 def _is_triton(operator: Any) -> bool:
     """Whether it is a `triton_op`, whose kernels are compiled into the package."""
-    return bool(torch._library.triton.get_triton_kernels_for_op(operator.name()))
+    # What is registered as one. Which kernels it has is only guessed by PyTorch, from the text of its function.
+    return operator.name() in torch._library.triton.triton_ops_to_kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ikbo_recsys import CandidateIndex, IKBOCompressionLinear, IKBOCrossAttention, IKBOInteraction, IKBOLinear
 from ikbo_recsys.export import check_program, export, package
+from tests.inductor import Passed, stopped_before_code
 
 SIZES = [(1, 1), (1, 50), (3, 7), (7, 7), (9, 2)]
 DYNAMIC = {"user": "U", "history": {0: "U", 1: "T"}, "lengths": "U", "candidate": "B", "index": "B"}
@@ -329,6 +331,30 @@ def test_an_operator_only_this_process_has_is_refused() -> None:
     program = export(Custom(lambda user, cand, index: torch.ops.ikbo.opaque_for_test(cand) + user[index]), inputs)
     with pytest.raises(ValueError, match="contains ikbo.opaque_for_test"):
         check_program(program)
+
+
+@pytest.mark.parametrize(
+    ("build", "user", "cand"),
+    [
+        (lambda: IKBOCompressionLinear(40, 30, 17, bias=True), (40, 64), (30, 64)),
+        (lambda: IKBOLinear(60, 33, 48, activation="silu"), (60,), (33,)),
+        (lambda: IKBOCrossAttention(128, 2, user_dim=40), (300, 40), (64, 128)),
+    ],
+)
+def test_package_takes_the_portable_kernels(
+    tmp_path: Path, build: Any, user: tuple[int, ...], cand: tuple[int, ...]
+) -> None:
+    """A program for a GPU, which has the operators of the portable kernels, as far as that goes without a GPU."""
+    pytest.importorskip("triton")
+    index = CandidateIndex.from_offsets(torch.tensor([0, 4, 7]), num_candidates=7)
+    with torch.no_grad(), stopped_before_code() as graphs:
+        program = export(build().eval(), (torch.randn(2, *user), torch.randn(7, *cand), index))
+        assert "_portable" in str(program.graph)
+        with pytest.raises(Passed):
+            package(program, tmp_path / "model.pt2")
+    (graph,) = graphs
+    assert not [node for node in graph.graph.nodes if "ikbo" in str(node.target)]
+    assert [node for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
 
 
 @pytest.mark.slow
