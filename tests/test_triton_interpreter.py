@@ -47,7 +47,7 @@ def random_index(num_users: int, batch: int, dtype: torch.dtype = torch.int64) -
 def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int) -> None:
     weight = torch.randn(m, k + 3, dtype=dtype)[:, 3:]
     x = torch.randn(batch, d, k, dtype=dtype).mT
-    user = torch.randn(users, m, d)
+    user = torch.randn(users, m, d, dtype=dtype)
     bias = torch.randn(m, dtype=dtype)
     index = random_index(users, batch, torch.int32)
     product = weight.double() @ x.double()
@@ -55,6 +55,26 @@ def test_mix(dtype: torch.dtype, users: int, batch: int, m: int, k: int, d: int)
     expected = product + user.double()[index.long()] + bias.double()[:, None]
     mix = Mix(weight, x, dtype, has_user=True, has_bias=True)
     assert relative_error(mix(weight, x, user, index, bias), expected) < TOLERANCE[dtype]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 2, 6, 12, 24, 32])
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_rows_of_every_alignment(dtype: torch.dtype, size: int, gap: int) -> None:
+    """Rows of `size` elements, `size + gap` apart: the kernels count them in units of what both are multiples of."""
+    unit = 16 // dtype.itemsize
+    while size % unit or (size + gap) % unit:
+        unit //= 2
+    x, weight = torch.randn(3, 10, size + gap, dtype=dtype)[..., :size], torch.randn(5, 10, dtype=dtype)
+    assert _launch.row_unit(x) == unit
+    assert _launch.row_unit(x.mT) == 1
+    expected = weight.double() @ x.double()
+    assert relative_error(Mix(weight, x, dtype)(weight, x), expected) < TOLERANCE[dtype]
+    rows, weight = x[1], torch.randn(5, size, dtype=dtype)
+    assert _launch.row_unit(rows) == unit
+    part = Part(rows, weight, dtype, None, weight_padded=False)
+    assert relative_error(part(rows, weight), rows.double() @ weight.double().t()) < TOLERANCE[dtype]
 
 
 @interpreted
@@ -158,7 +178,7 @@ def test_segment_sum(
 @pytest.mark.parametrize(("users", "batch", "m", "k"), [(1, 1, 1, 1), (3, 70, 65, 33)])
 def test_linear(dtype: torch.dtype, activation: str | None, users: int, batch: int, m: int, k: int) -> None:
     x, weight = torch.randn(batch, k + 1, dtype=dtype)[:, 1:], torch.randn(k, m, dtype=dtype).t()
-    user, bias, index = torch.randn(users, m), torch.randn(m, dtype=dtype), random_index(users, batch)
+    user, bias, index = torch.randn(users, m, dtype=dtype), torch.randn(m, dtype=dtype), random_index(users, batch)
     plain = x.double() @ weight.double().t()
     expected = reference.ACTIVATIONS[activation](plain + user.double()[index] + bias.double())
     part = Part(x, weight, dtype, activation, has_user=True, has_bias=True, weight_padded=False)

@@ -137,7 +137,7 @@ class _Portable:
     """The two launches of the portable kernels."""
 
     def __init__(self, user: Tensor, cand: Tensor, weight_user: Tensor, weight_cand: Tensor, has_bias: bool) -> None:
-        self._user = Mix(weight_user, user, torch.float32, has_bias=has_bias, weight_padded=True)
+        self._user = Mix(weight_user, user, cand.dtype, has_bias=has_bias, weight_padded=True)
         self._cand = Mix(weight_cand, cand, cand.dtype, has_user=True, weight_padded=True)
 
     def __call__(

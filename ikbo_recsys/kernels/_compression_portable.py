@@ -21,7 +21,7 @@ class Mix:
     Args:
         weight_MK, x_BKD: of any strides.
         out_dtype: of the result.
-        has_user: whether a user's part is looked up; it is fp32 and contiguous.
+        has_user: whether a user's part is looked up; it is contiguous.
         has_bias: whether there is a bias.
         weight_padded: whether the weight has columns of zeros up to a multiple of 64.
     """
@@ -43,13 +43,16 @@ class Mix:
         tile = _tiles.mix_tile(num_m, size, num_k, x_BKD.element_size())
         tiles_m, tiles_d = cdiv(num_m, tile.rows), cdiv(size, tile.cols)
         self._shape, self._dtype, self._device = (batch, num_m, size), out_dtype, x_BKD.device
-        self._sizes = (num_m, num_k, size)
-        self._numbers = (*weight_MK.stride(), *x_BKD.stride(), tiles_m, tiles_d)
+        unit = _launch.row_unit(x_BKD)
+        self._sizes = (num_m, num_k, size // unit)
+        x_strides = (x_BKD.stride(0) // unit, x_BKD.stride(1) // unit, x_BKD.stride(2))
+        self._numbers = (*weight_MK.stride(), *x_strides, tiles_m, tiles_d)
         constants = {
             "HAS_USER": has_user,
             "HAS_BIAS": has_bias,
             "WEIGHT_PADDED": weight_padded,
             "PRECISION": _launch.input_precision(x_BKD.dtype),
+            "UNIT": unit,
             "ROWS": tile.rows,
             "COLS": tile.cols,
             "STEP": tile.step,

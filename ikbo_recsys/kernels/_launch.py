@@ -73,6 +73,21 @@ def is_tma_ready(tensor: Tensor) -> bool:
     return all(n == 1 or (stride > 0 and stride % step == 0) for n, stride in outer)
 
 
+def row_unit(tensor: Tensor) -> int:
+    """The most elements, up to 16 bytes of them, of which the innermost dimension and every other stride are multiples.
+
+    Triton specializes numbers on being multiples of 16 only; kernels that take them in these units know of the others.
+    1 where it could not matter (the innermost stride is not 1) or would ask something of a dynamic size.
+    """
+    numbers = (tensor.shape[-1], *tensor.stride()[:-1])
+    if tensor.stride(-1) != 1 or not all(isinstance(n, int) for n in numbers):
+        return 1
+    unit = TMA_ALIGNMENT // tensor.element_size()
+    while any(n % unit for n in numbers):
+        unit //= 2
+    return unit
+
+
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of the GPU; 1 for a device without any, such as the interpreter's."""
     return _backend.multiprocessors(device) if device.type == "cuda" else 1

@@ -104,7 +104,7 @@ class Plan(MixPlan):
         parts = self._parts.get(activate)
         if parts is None:
             parts = self._parts[activate] = (
-                Part(user, weight_user, torch.float32, None, has_user=False, has_bias=bias is not None),
+                Part(user, weight_user, cand.dtype, None, has_user=False, has_bias=bias is not None),
                 Part(cand, weight_cand, cand.dtype, self._activation if activate else None, has_user=True),
             )
         return parts[1](cand, weight_cand, parts[0](user, weight_user, bias_M=bias), to_user)
@@ -156,7 +156,7 @@ class Part:
         weight_MK: of any strides, with columns of zeros up to a multiple of 64.
         out_dtype: of the result.
         activation: as in `reference.ACTIVATIONS`.
-        has_user: whether a user's part is looked up; it is fp32 and contiguous.
+        has_user: whether a user's part is looked up; it is contiguous.
         has_bias: whether there is a bias.
     """
 
@@ -178,14 +178,16 @@ class Part:
         tile = _tiles.linear_tile(num_m, num_k, x_BK.element_size())
         tiles_m = cdiv(num_m, tile.cols)
         self._shape, self._dtype, self._device = (batch, num_m), out_dtype, x_BK.device
-        self._sizes = (batch, num_m, num_k)
-        self._numbers = (*x_BK.stride(), *weight_MK.stride(), tiles_m)
+        unit = _launch.row_unit(x_BK)
+        self._sizes = (batch, num_m, num_k // unit)
+        self._numbers = (x_BK.stride(0) // unit, x_BK.stride(1), *weight_MK.stride(), tiles_m)
         constants = {
             "HAS_USER": has_user,
             "HAS_BIAS": has_bias,
             "WEIGHT_PADDED": weight_padded,
             "ACTIVATION": ACTIVATION_CODES[activation],
             "PRECISION": _launch.input_precision(x_BK.dtype),
+            "UNIT": unit,
             "ROWS": tile.rows,
             "COLS": tile.cols,
             "STEP": tile.step,

@@ -58,8 +58,8 @@ _MIX = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
     Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64}),
     Row(GemmTile(rows=128, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
-    # 128 x 256 spills: the user's tile of fp32 comes on top of the accumulators.
-    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3)),
+    # Two blocks on a multiprocessor: one loads and stores while the other multiplies.
+    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3, blocks=2)),
 )
 # What it reads goes through L2 once for every tile: rows + cols per rows * cols of arithmetic, so large tiles.
 _OUTER = (

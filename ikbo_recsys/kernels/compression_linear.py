@@ -21,7 +21,7 @@ def compression_linear(
 
     It equals `weight @ torch.cat((user[index], cand), 1)`; neither the copy of the user nor the concatenation exists,
     and the user's product is taken once per user. Products accumulate in fp32 (fp64 for fp64) and are added before
-    the one rounding; the Hopper kernels round the user's product to the working type first (docs/maths.md).
+    the last rounding; the GPU kernels round the user's product to the working type first (docs/maths.md).
 
     Args:
         user: `[U, Ku, D]`, fp32, fp16, bf16 (fp64 on the CPU), any strides.

@@ -25,7 +25,8 @@ def linear(
     .. math:: out[b] = act(W_{:, :K_u}\, user[u(b)] + W_{:, K_u:}\, cand[b] + bias)
 
     It equals `act(F.linear(torch.cat((user[index], cand), 1), weight, bias))`. Products accumulate in fp32 (fp64 for
-    fp64) and are added, and the activation is applied, before the one rounding.
+    fp64) and are added, and the activation is applied, before the last rounding; the
+    GPU kernel rounds the user's product to the working type first (docs/maths.md).
 
     Args:
         user: `[U, Ku]`, fp32, fp16, bf16 (fp64 on the CPU), any strides.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ikbo_recsys.kernels._tiles import GemmTile
+
 from .helper import (
     HOPPER_SHARED_MEMORY,
     TARGETS,
+    Compiled,
     assert_fits,
     assert_no_spills,
     assert_wgmma_pipelined,
@@ -24,34 +27,44 @@ def test_mix(target: str, dtype: str) -> None:
 
     strides = [f"weight_stride_{x}" for x in "mk"] + [f"x_stride_{x}" for x in "bkd"]
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-    signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
+    signature = pointers | {"user_ptr": f"*{dtype}", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
     step = 32 if dtype == "fp32" else 64
     constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": False, "PRECISION": "ieee"}
-    constants |= {"ROWS": 64, "COLS": 64, "STEP": step}
+    constants |= {"UNIT": 1, "ROWS": 64, "COLS": 64, "STEP": step}
     compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_mix_on_hopper(dtype: str) -> None:
-    """At the default shape: 16-byte asynchronous copies only, pipelined wgmma, and no spills."""
+@pytest.mark.parametrize("has_user", [False, True])
+@pytest.mark.parametrize(("m", "d"), [(433, 256), (262, 200), (40, 256), (433, 64)])
+def test_mix_on_hopper(dtype: str, has_user: bool, m: int, d: int) -> None:
+    """16-byte asynchronous copies only, pipelined wgmma, no spills, and as many blocks on a multiprocessor as the table
+    says."""
     from ikbo_recsys.kernels import _tiles
     from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
-    even = ["D", "weight_stride_m", "x_stride_b", "x_stride_k"]
-    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-    signature = pointers | {"user_ptr": "*fp32", "index_ptr": "*i32"}
-    signature |= dict.fromkeys([*even, "M", "K", "num_users", "tiles_m", "tiles_d"], "i32")
-    tile = _tiles.mix_tile(433, 256, 866, 2)
-    constants = {"HAS_USER": True, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee"}
+    even = ["D", "x_stride_b", "x_stride_k"] if d % 128 == 0 else []
+    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), f"*{dtype}")
+    numbers = ["D", "weight_stride_m", "x_stride_b", "x_stride_k", "M", "K", "num_users", "tiles_m", "tiles_d"]
+    signature = pointers | {"index_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
+    tile = _tiles.mix_tile(m, d, 866, 2)
+    constants = {"HAS_USER": has_user, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
     constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    aligned = [*even, "weight_ptr", "x_ptr", "out_ptr", "user_ptr"]
+    aligned = [*even, "weight_stride_m", "weight_ptr", "x_ptr", "out_ptr", "user_ptr"]
     compiled = compile_kernel(mix_kernel, signature, constants, aligned=aligned, **options)
-    copies = {name for name, _ in compiled.sass_positions("LDGSTS")}
-    assert copies == {"LDGSTS.E.BYPASS.128"}
+    assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
+    assert {name for name, _ in compiled.sass_positions("STG")} == {"STG.E.128"}
+    check_portable_on_hopper(compiled, tile)
+
+
+def check_portable_on_hopper(compiled: Compiled, tile: GemmTile) -> None:
+    """Pipelined wgmma, no spills, and room for `tile.blocks` blocks: of the 228 KiB that a multiprocessor has, each
+    takes one more than it asks for, and of its 65,536 registers eight at a time for every thread."""
     assert_no_spills(compiled)
-    assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
+    assert tile.blocks * (compiled.shared_memory + 1024) <= 228 * 1024
+    assert tile.blocks * tile.warps * 32 * (-(-compiled.resources["REG"] // 8) * 8) <= 65536
 
 
 OUTER_STRIDES = [f"{tensor}_stride_{x}" for tensor, axes in (("grad", "bmd"), ("x", "bkd")) for x in axes]
@@ -112,36 +125,40 @@ def test_linear(target: str, activation: int) -> None:
     from ikbo_recsys.kernels._triton.linear import linear_kernel
 
     signature = {f"{name}_ptr": "*bf16" for name in ("x", "weight", "bias", "out")}
-    signature |= {"user_ptr": "*fp32", "index_ptr": "*i32"}
+    signature |= {"user_ptr": "*bf16", "index_ptr": "*i32"}
     names = ["B", "M", "K", "num_users", "tiles_m", "x_stride_b", "x_stride_k", "weight_stride_m", "weight_stride_k"]
     signature |= dict.fromkeys(names, "i32")
     constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": activation}
-    constants |= {"PRECISION": "ieee", "ROWS": 64, "COLS": 64, "STEP": 64}
+    constants |= {"PRECISION": "ieee", "UNIT": 1, "ROWS": 64, "COLS": 64, "STEP": 64}
     compile_kernel(linear_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("has_user", [False, True])
-@pytest.mark.parametrize(("m", "k"), [(433, 864), (64, 512)])
-def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int) -> None:
-    """Where rows of x begin at multiples of 16 bytes: 16-byte asynchronous copies only, no spills, pipelined wgmma."""
+@pytest.mark.parametrize(
+    ("m", "k", "unit", "copies"),
+    [(512, 866, 2, ".E"), (512, 868, 4, ".E.64"), (433, 872, 8, ".E.BYPASS.128"), (64, 512, 8, ".E.BYPASS.128")],
+)
+def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int, unit: int, copies: str) -> None:
+    """Asynchronous copies only, as wide as the rows of x allow; no spills, pipelined wgmma."""
     from ikbo_recsys.kernels import _tiles
     from ikbo_recsys.kernels._triton.linear import linear_kernel
 
     tile = _tiles.linear_tile(m, k, 2)
-    even = ["K", "x_stride_b", "weight_stride_m"]
-    signature = {f"{name}_ptr": f"*{dtype}" for name in ("x", "weight", "bias", "out")}
-    signature |= {"user_ptr": "*fp32", "index_ptr": "*i32"} | dict.fromkeys(
-        ["B", "M", "num_users", "tiles_m", *even], "i32"
-    )
+    even = ["K", "x_stride_b"] if k // unit % 16 == 0 else []
+    signature = {f"{name}_ptr": f"*{dtype}" for name in ("x", "weight", "bias", "user", "out")} | {"index_ptr": "*i32"}
+    numbers = ["B", "M", "num_users", "tiles_m", "K", "x_stride_b", "weight_stride_m"]
+    signature |= dict.fromkeys(numbers, "i32")
     constants = {"HAS_USER": has_user, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": 1, "PRECISION": "ieee"}
-    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "x_stride_k": 1, "weight_stride_k": 1}
-    aligned = ["x_ptr", "weight_ptr", "out_ptr", "user_ptr", *even]
+    constants |= {"UNIT": unit, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step}
+    constants |= {"x_stride_k": 1, "weight_stride_k": 1}
+    aligned = ["x_ptr", "weight_ptr", "out_ptr", "user_ptr", "weight_stride_m", *even, *(["M"] if m % 16 == 0 else [])]
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     compiled = compile_kernel(linear_kernel, signature, constants, aligned=aligned, **options)
-    assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
-    assert_no_spills(compiled)
-    assert_wgmma_pipelined(compiled)
+    assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS" + copies, "LDGSTS.E.BYPASS.128"}
+    if m % 16 == 0:
+        assert {name for name, _ in compiled.sass_positions("STG")} == {"STG.E.128"}
+    check_portable_on_hopper(compiled, tile)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -44,15 +44,21 @@ def mix_kernel(
     HAS_BIAS: tl.constexpr,
     WEIGHT_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One [ROWS, COLS] tile of out[b]; `user` is fp32 [U, M, D], contiguous as `out` is.
+    """One [ROWS, COLS] tile of out[b]; `user` is [U, M, D], contiguous as `out` is.
+
+    Sixteen bits for `user` are half the bytes of it and, with tiles of 128 x 128, the registers between one and two
+    blocks on a multiprocessor; its sum with the products is taken in fp32.
 
     With WEIGHT_PADDED the weight has columns of zeros up to a multiple of STEP, so that its loads need no mask: a mask
-    that ends in the middle of 16 bytes makes them loads of single elements.
+    that ends in the middle of 16 bytes makes them loads of single elements. D, x_stride_b and x_stride_k are counted in
+    UNITs of elements (`_launch.row_unit`).
     """
+    D *= UNIT
     b, tile_m, tile_d = _tile_of_block(tiles_m, tiles_d)
     rows = tile_m * ROWS + tl.arange(0, ROWS)
     cols = tile_d * COLS + tl.arange(0, COLS)
@@ -62,8 +68,9 @@ def mix_kernel(
     weight_ptrs = weight_ptr + tl.minimum(rows, M - 1)[:, None] * weight_stride_m + steps[None, :] * weight_stride_k
     # int64: in a transposed view the step from one feature or column to the next may be the size of the whole batch.
     wide_steps, wide_cols = steps.to(tl.int64), cols.to(tl.int64)
-    x_ptrs = x_ptr + b * x_stride_b + wide_steps[:, None] * x_stride_k + wide_cols[None, :] * x_stride_d
-    x_step = tl.full((), STEP, tl.int64) * x_stride_k
+    x_row = x_ptr + b * x_stride_b * UNIT
+    x_ptrs = x_row + wide_steps[:, None] * x_stride_k * UNIT + wide_cols[None, :] * x_stride_d
+    x_step = tl.full((), STEP * UNIT, tl.int64) * x_stride_k
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, STEP):
         inside = steps < K - k
@@ -78,7 +85,7 @@ def mix_kernel(
     if HAS_USER:
         u = tl.load(index_ptr + b).to(tl.int64)
         u = tl.minimum(tl.maximum(u, 0), num_users - 1)
-        acc += tl.load(user_ptr + u * M * D + place, mask=inside, other=0.0)
+        acc += tl.load(user_ptr + u * M * D + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
     out_row = out_ptr + b * M * D

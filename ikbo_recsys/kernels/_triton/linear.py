@@ -44,20 +44,25 @@ def linear_kernel(
     WEIGHT_PADDED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One [ROWS, COLS] tile of `act(x @ weight.T (+ user[index]) (+ bias))`; `user` is fp32 [U, M], contiguous as
-    `out`."""
+    """One [ROWS, COLS] tile of `act(x @ weight.T (+ user[index]) (+ bias))`; `user` is [U, M], contiguous as `out`.
+
+    K and x_stride_b are counted in UNITs of elements (`_launch.row_unit`): with 2 of them rows of 866 elements are
+    known to begin and end at multiples of 4 bytes, the least that asynchronous copies take.
+    """
     block = tl.program_id(0)
     first = (block // tiles_m).to(tl.int64) * ROWS
     places = tl.arange(0, ROWS)
     rows = first + places
     cols = block % tiles_m * COLS + tl.arange(0, COLS)
     steps = tl.arange(0, STEP)
+    K *= UNIT
     # int64: in a transposed view the step from one feature to the next is the size of the whole batch.
-    x_ptrs = x_ptr + tl.minimum(rows, B - 1)[:, None] * x_stride_b + steps.to(tl.int64)[None, :] * x_stride_k
+    x_ptrs = x_ptr + tl.minimum(rows, B - 1)[:, None] * x_stride_b * UNIT + steps.to(tl.int64)[None, :] * x_stride_k
     x_step = tl.full((), STEP, tl.int64) * x_stride_k
     weight_ptrs = weight_ptr + tl.minimum(cols, M - 1)[None, :] * weight_stride_m + steps[:, None] * weight_stride_k
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -73,7 +78,7 @@ def linear_kernel(
     if HAS_USER:
         u = tl.load(index_ptr + first + places, mask=is_row, other=0).to(tl.int64)
         u = tl.minimum(tl.maximum(u, 0), num_users - 1)
-        acc += tl.load(user_ptr + u[:, None] * M + cols[None, :], mask=inside, other=0.0)
+        acc += tl.load(user_ptr + u[:, None] * M + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < M, other=0.0).to(tl.float32)[None, :]
     out = activate(acc, ACTIVATION)
