@@ -166,33 +166,52 @@ def _portable_kernels(narrow: bool, both: bool) -> list[tuple[Any, Any, dict[str
     ]
 
 
-@pytest.mark.slow
+HEADS_AND_TYPES = [("bf16", 64), ("bf16", 96), ("bf16", 128), ("fp16", 256), ("fp32", 64), ("fp32", 96), ("fp32", 256)]
+QUICK = ("sm_90", False, "bf16", 128)
+
+
+def _portable_cases() -> list[Any]:
+    """Target, limit, whether tiles are halved, dtype, head size, and whether candidates are permuted."""
+    cases = [(target, limit, False, permuted) for target, limit in ROOMY.items() for permuted in (False, True)]
+    cases += [(target, limit, True, False) for target, limit in CRAMPED.items()]
+    return [
+        pytest.param(
+            target,
+            limit,
+            is_cramped,
+            dtype,
+            head_size,
+            permuted,
+            marks=() if (target, permuted, dtype, head_size) == QUICK else pytest.mark.slow,
+        )
+        for target, limit, is_cramped, permuted in cases
+        for dtype, head_size in HEADS_AND_TYPES
+    ]
+
+
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize(("dtype", "head_size"), [("bf16", 96), ("fp16", 256), ("fp32", 96)])
-@pytest.mark.parametrize(
-    ("target", "limit", "is_cramped"),
-    [*((target, limit, False) for target, limit in ROOMY.items()), *((*x, True) for x in CRAMPED.items())],
-)
-def test_portable(target: str, limit: int, is_cramped: bool, dtype: str, head_size: int, both: bool) -> None:
+@pytest.mark.parametrize(("target", "limit", "is_cramped", "dtype", "head_size", "permuted"), _portable_cases())
+def test_portable(
+    target: str, limit: int, is_cramped: bool, dtype: str, head_size: int, permuted: bool, both: bool
+) -> None:
+    """Every kernel with every tile that a head size can have fits: most memory takes the one for many rows."""
     from ikbo_recsys.kernels._tiles import pick
 
     assert target in TARGETS
-    block = 1 << (head_size - 1).bit_length()
     common = {
-        **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": head_size, "BLOCK_D": block, "KV_LAYOUT": 2},
-        **{"PERMUTED": True, "PRECISION": "ieee"},
+        **{"QK_SCALE": 0.1, "HEADS": 4, "GROUP": 2, "HEAD_SIZE": head_size, "KV_LAYOUT": 2, "PERMUTED": permuted},
+        **{"BLOCK_D": 1 << (head_size - 1).bit_length(), "PRECISION": "ieee"},
     }
     for kernel, table, more in _portable_kernels(dtype != "fp32", both):
-        tile = pick(table, head_size=head_size, user_rows=4096)
-        tile = tile.halved() if is_cramped else tile
-        constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
-        signature = _signature(kernel, dtype, constexprs)
-        pointers = ("q_ptr", "uq_ptr", "k_ptr", "v_ptr")
-        aligned = [name for name in signature if name.startswith("stride") or name in pointers]
-        compiled = compile_kernel(
-            kernel, signature, constexprs, target=target, aligned=aligned, num_warps=tile.warps, num_stages=tile.stages
-        )
-        assert_fits(compiled, limit)
+        rows = (16, 32, 64, 4096) if target == "sm_90" else (4096,)
+        for tile in {pick(table, head_size=head_size, user_rows=each) for each in rows}:
+            tile = tile.halved() if is_cramped else tile
+            constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
+            signature = _signature(kernel, dtype, constexprs)
+            indices = ("permutation_ptr", "offsets_ptr", "kv_ptr")
+            aligned = [x for x in signature if x.startswith("stride") or (x.endswith("_ptr") and x not in indices)]
+            how = {"num_warps": tile.warps, "num_stages": tile.stages}
+            assert_fits(compile_kernel(kernel, signature, constexprs, target=target, aligned=aligned, **how), limit)
 
 
 def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
