@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +185,49 @@ def test_no_tensor_is_kept(gpu: StandIn, path: str, seeds: int) -> None:
             watched = call()
             gc.collect()
             assert [watch() for watch in watched] == [None] * len(watched)
+
+
+@inside
+def test_kernels_of_a_first_call_are_compiled_at_the_same_time(gpu: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    import triton
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel after the other")
+    began = {"fill_tile_table": threading.Event(), "attention_forward": threading.Event()}
+    together: list[bool] = []
+
+    def listen(src: Any, **_: Any) -> None:
+        """Called as a kernel is compiled: waits until the other one is, too."""
+        began[src.name].set()
+        together.append(all(event.wait(60) for event in began.values()))
+
+    # int32 and this head size: compiled by no other test of this process.
+    query, key, value = make(gpu, torch.float16, 128, size=24)
+    index = make_index(gpu, U, B, dtype=torch.int32)
+    with use_backend("gluon"), torch.no_grad(), pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.DEBUG):
+        patch.setattr(triton.knobs.compilation, "listener", listen)
+        launches = gpu.launches(lambda: cross_attention(query, key, value, index))
+    assert [launch.kernel for launch in launches] == ["fill_tile_table", "attention_forward"]
+    assert together == [True, True]
+    assert not [record for record in caplog.records if record.name.startswith("ikbo_recsys")]
+
+
+@inside
+def test_launches_are_made_although_the_call_fails(gpu: StandIn) -> None:
+    """A table that others may share by then is written."""
+    query, key, value = make(gpu, torch.float16, 128)
+    index = make_index(gpu, U, B)
+
+    def call() -> None:
+        with _plan.compiled_together(query):
+            cross_attention(query, key, value, index)
+            raise InterruptedError
+
+    with use_backend("gluon"), torch.no_grad():
+        with pytest.raises(InterruptedError):
+            call()
+        repeated = gpu.launches(lambda: cross_attention(query, key, value, index))
+    assert [launch.kernel for launch in repeated] == ["attention_forward"]
 
 
 @inside

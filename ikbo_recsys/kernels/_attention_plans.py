@@ -21,6 +21,7 @@ from ikbo_recsys.kernels import _attention_both_launch as both_portable
 from ikbo_recsys.kernels import _attention_hopper as hopper
 from ikbo_recsys.kernels import _attention_launch as portable
 from ikbo_recsys.kernels._attention_launch import Problem, index_cache
+from ikbo_recsys.kernels._plan import compiled_together
 
 
 def group(to_user: Tensor, num_users: int) -> tuple[Tensor, Tensor]:
@@ -80,6 +81,8 @@ class Plan:
         run = self._forwards.get(store_lse)
         if run is None:
             run = self._forwards[store_lse] = forward_launch(problem, store_lse, self.path)
+            with compiled_together(problem.query):
+                return run(problem)
         return run(problem)
 
     def backward(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any, needs: tuple[Any, ...]) -> Any:

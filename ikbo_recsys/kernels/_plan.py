@@ -11,8 +11,10 @@ Neither keeps a tensor: what is remembered is what was seen of them.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +25,7 @@ from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _backend, _checks, _launch
 
 _MOST = 1024
+_log = logging.getLogger(__name__)
 _inside = threading.local()
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 _plans: dict[Hashable, Any] = {}
@@ -173,6 +176,8 @@ class Launch:
             checked: makes `arguments` in the form that Triton compiles from, where theirs (addresses for pointers, for
                 example) is enough for a compiled kernel only.
         """
+        if _together is not None and _together.takes(self, arguments, checked):
+            return
         if self._run is not None:
             self._run(*arguments)
             return
@@ -180,8 +185,7 @@ class Launch:
         if is_traced():
             torch.library.wrap_triton(kernel)[(self._blocks,)](*arguments, **self._constants, **self._options)
             return
-        facts = _specialization(kernel, arguments) if self._key is None else self._key
-        key = (id(kernel), facts, tuple(self._constants.values()), tuple(self._options.values()))
+        key = self._whole_key(arguments)
         known = _compiled.get(key)
         if known is not None:
             self._run = _runner(known[0], self._blocks, known[1])
@@ -194,6 +198,83 @@ class Launch:
             tail = tuple(self._constants[name] for name in kernel.arg_names[len(arguments) :])
             _keep(_compiled, key, (compiled, tail))
             self._run = _runner(compiled, self._blocks, tail)
+
+    def _whole_key(self, arguments: Sequence[Any]) -> Hashable:
+        facts = _specialization(self._kernel, arguments) if self._key is None else self._key
+        return (id(self._kernel), facts, tuple(self._constants.values()), tuple(self._options.values()))
+
+    def is_compiled(self, arguments: Sequence[Any]) -> bool:
+        return self._run is not None or self._whole_key(arguments) in _compiled
+
+    def compile(self, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None) -> Any:
+        """Triton's compiled kernel, or what will be it at the end of its `AsyncCompileMode`; arguments as of a call."""
+        full = arguments if checked is None else checked()
+        return self._kernel.warmup(*full, grid=(self._blocks,), **self._constants, **self._options)
+
+
+class _Together:
+    """The launches of one thread that wait for each other's kernels to be compiled."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.calls: list[tuple[Launch, Sequence[Any], Callable[[], Sequence[Any]] | None]] = []
+
+    def takes(self, launch: Launch, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None) -> bool:
+        if threading.get_ident() != self._thread:
+            return False
+        self.calls.append((launch, arguments, checked))
+        return True
+
+    def compile(self, device: torch.device) -> None:
+        """Compile, all at the same time, the kernels that are not compiled yet; load them and their launchers."""
+        import triton
+
+        new = [call for call in self.calls if not call[0].is_compiled(call[1])]
+        if len(new) < 2 or not hasattr(triton, "AsyncCompileMode"):
+            return
+
+        def load(compiled: Any) -> None:
+            with torch.cuda.device(device):
+                _ = compiled.run
+
+        with ThreadPoolExecutor(len(new)) as threads:
+            with triton.AsyncCompileMode(threads):
+                found = [launch.compile(arguments, checked) for launch, arguments, checked in new]
+            kernels = {id(x): x for x in (y.result() if hasattr(y, "result") else y for y in found)}
+            list(threads.map(load, kernels.values()))
+
+
+_together: _Together | None = None
+_together_lock = threading.Lock()
+
+
+@contextmanager
+def compiled_together(tensor: Tensor) -> Iterator[None]:
+    """Launches within are made at its end, in their order, and the kernels that they need are compiled at the same
+    time: MLIR's passes, LLVM and ptxas run without Python's lock.
+
+    For the first call of a plan. Nothing within but launches may read what launches write. Where a call is traced, runs
+    in Triton's interpreter or is captured, and while another thread is within, launches are made as they come.
+    """
+    global _together
+    if not tensor.is_cuda or is_traced() or _launch.is_capturing(tensor) or not _together_lock.acquire(blocking=False):
+        yield
+        return
+    _together = together = _Together()
+    try:
+        yield
+    finally:
+        _together = None
+        # Whatever went wrong: others may have got to know what these launches are about to write.
+        try:
+            together.compile(tensor.device)
+        except Exception:
+            _log.debug("compiling at the same time failed, each launch compiles for itself", exc_info=True)
+        finally:
+            _together_lock.release()
+            for launch, arguments, checked in together.calls:
+                with _launch.device_guard(tensor):
+                    launch(arguments, checked)
 
 
 def _specialization(kernel: Any, arguments: Sequence[Any]) -> tuple[Hashable, ...]:
