@@ -102,15 +102,20 @@ class Plan(MixPlan):
 
     def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
         """The operator without gradients."""
+        is_first = self._forward is None
         if self._path == "gluon":
             parts = aligned_parts(weight, user.shape[1])
-            if self._forward is None:
+            if is_first:
                 self._forward = _compression_hopper.forward_launches(user, cand, parts, to_user, bias)
         else:
             parts = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
-            if self._forward is None:
+            if is_first:
                 self._forward = _Portable(user, cand, *parts, bias is not None)
-        out: Tensor = self._forward(user, cand, parts, to_user, bias)
+        if is_first:
+            with _plan.compiled_together(cand):
+                out: Tensor = self._forward(user, cand, parts, to_user, bias)
+                return out
+        out = self._forward(user, cand, parts, to_user, bias)
         return out
 
     def backward(

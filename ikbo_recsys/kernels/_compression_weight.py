@@ -33,6 +33,11 @@ def aligned_parts(weight: Tensor, user_features: int) -> tuple[Tensor, Tensor]:
     return weight_parts(weight, user_features, _launch.TMA_ALIGNMENT // weight.element_size())
 
 
+def transposed(weight_MK: Tensor, step: int) -> Tensor:
+    """`weight.T`, contiguous, with columns of zeros up to a multiple of `step`."""
+    return F.pad(weight_MK.t(), (0, -weight_MK.shape[0] % step)).contiguous()
+
+
 def _parts(weight: Tensor, user_features: int, step: int, is_traced: bool = False) -> tuple[Tensor, Tensor]:
     user_part, cand_part = weight[:, :user_features], weight[:, user_features:]
     fits = weight.stride(1) == 1 and not (weight.stride(0) % step or user_features % step or weight.shape[1] % step)

@@ -56,10 +56,11 @@ class GemmTile:
 # The loads of one step and stage are (rows + cols) * step elements; two-byte types have twice the step of fp32.
 _MIX = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
-    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64, "cols": 128}),
     Row(GemmTile(rows=128, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
-    # Two blocks on a multiprocessor: one loads and stores while the other multiplies.
-    Row(GemmTile(rows=128, cols=128, step=64, warps=8, stages=3, blocks=2)),
+    # Several blocks on a multiprocessor: one loads and stores while another multiplies.
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=3, blocks=2), {"cols": 128}),
+    Row(GemmTile(rows=64, cols=256, step=32, warps=4, stages=4, blocks=2)),
 )
 # What it reads goes through L2 once for every tile: rows + cols per rows * cols of arithmetic, so large tiles.
 _OUTER = (
@@ -77,7 +78,7 @@ _OUTER_SMALL_MEMORY = (
 _OUTER_FP32 = (Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=3)),)
 _LINEAR = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
-    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4)),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=3, blocks=2)),
 )
 
 

@@ -170,7 +170,7 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.USER_STEP]),
         "user_desc": descriptor(dtype, [1, hopper.USER_STEP, cols]),
-        **{"bias_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "M": "i32", "tiles": "i32"},
+        **{"bias_ptr": f"*{dtype}", "out_ptr": "*i32", "M": "i32", "tiles": "i32"},
     }
     constants = {"ROW_TILES": 7, "COL_TILES": 1, "STEPS": 19, "STAGES": hopper.USER_STAGES, "HAS_BIAS": has_bias}
     compiled = compile_kernel(user_part_kernel, signature, constants, aligned=["out_ptr"], num_warps=4)
@@ -185,44 +185,33 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
     [
         (256, 7, 1, 866, "i32"),  # a third of the weight stays, a tail
         (256, 7, 1, 866, "i64"),
-        (256, 14, 2, 433, "i32"),  # no tail
+        (256, 14, 2, 433, None),  # no tail, all of the weight stays; without a user's part
         (256, 1, 1, 830, "i32"),  # tails only
         (256, 7, 1, 3000, "i32"),  # more weight than stays
         (128, 5, 1, 125, "i64"),
         (64, 2, 1, 9, "i32"),
-        (64, 2, 1, 600, "i32"),
+        (64, 3, 1, 600, None),
     ],
 )
-def test_hopper_candidates(dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str) -> None:
-    from ikbo_recsys.kernels import _compression_hopper as hopper
-
-    for tiling in hopper.tilings(row_tiles, cols)[: None if dtype == "fp16" else 2]:
-        check_hopper_candidates(dtype, cols, row_tiles, col_tiles, features, index, tiling)
-
-
-def check_hopper_candidates(
-    dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str, tiling: tuple[int, int, int]
+def test_hopper_candidates(
+    dtype: str, cols: int, row_tiles: int, col_tiles: int, features: int, index: str | None
 ) -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
     from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
 
-    sizes = hopper.candidate_sizes(features, row_tiles, tiling)
+    has_user = index is not None
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.STEP]),
         "cand_desc": descriptor(dtype, [1, hopper.STEP, cols]),
         "out_desc": descriptor(dtype, [1, hopper.ROWS, min(64, cols // 2)]),
-        **{"user_ptr": f"*{dtype}", "index_ptr": f"*{index}"},
+        **{"user_ptr": "*i32" if has_user else f"*{dtype}", "index_ptr": f"*{index}" if has_user else f"*{dtype}"},
         **dict.fromkeys(("num_users", "batch", "tail_blocks"), "i32"),
     }
-    constants = {"ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STEPS": sizes.steps, "STAGES": tiling.stages}
-    constants |= {"RESIDENT": sizes.resident, "RING": sizes.ring, "TAIL_RESIDENT": sizes.tail_resident}
-    constants |= {"WEIGHT_BUFFERS": sizes.weight_buffers, "GROUP": tiling.group}
+    sizes = hopper.candidate_sizes(features, row_tiles, cols)._asdict()
+    constants = {"HAS_USER": has_user, "ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STAGES": hopper.STAGES[cols]}
+    constants |= {name.upper(): number for name, number in sizes.items()}
     compiled = compile_kernel(candidate_kernel, signature, constants, aligned=["user_ptr"], num_warps=4)
-    if tiling.group == 2:
-        assert_no_spills(compiled)
-    else:
-        # Up to four numbers that are read once per tile, outside of the loop over K.
-        assert compiled.resources["STACK"] <= 16, compiled.resources
+    assert_no_spills(compiled)
     assert_fits(compiled)
     assert_wgmma_pipelined(compiled)
 
@@ -232,31 +221,35 @@ def test_hopper_sizes() -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
 
     for features in (*range(1, 2000, 7), 866, 896, 897, 5000):
-        for row_tiles in (1, 2, 3, 4, 7):
-            for tiling in {tiling for cols in (64, 128, 256) for tiling in hopper.tilings(row_tiles, cols)}:
-                sizes = hopper.candidate_sizes(features, row_tiles, tiling)
-                assert (sizes.steps - 1) * hopper.STEP < features <= sizes.steps * hopper.STEP
-                assert sizes.weight_buffers <= tiling.weight_buffers
-                assert min(sizes.resident, sizes.tail_resident) >= 0
-                stays = [k % 3 == 0 and k // 3 < sizes.resident for k in range(sizes.steps)] * 3
-                windows = (stays[i : i + tiling.stages] for i in range(len(stays)))
+        for row_tiles in (1, 2, 3, 7):
+            for cols, stages in hopper.STAGES.items():
+                sizes = hopper.candidate_sizes(features, row_tiles, cols)
+                steps, resident = sizes.steps, sizes.resident
+                assert (steps - 1) * hopper.STEP < features <= steps * hopper.STEP
+                assert min(resident, sizes.tail_resident) >= 0
+                stays = [(k + 1) * resident // steps > k * resident // steps for k in range(steps)]
+                assert [k for k in range(steps) if stays[k]] == [
+                    ((i + 1) * steps - 1) // resident for i in range(resident)
+                ]
+                round_and_round = stays * (2 + stages // steps)
+                windows = (round_and_round[i : i + stages] for i in range(steps))
                 assert max(window.count(False) for window in windows) <= sizes.ring
-                if row_tiles >= tiling.group:
-                    assert tiling.group * (sizes.resident + sizes.ring) <= sizes.weight_buffers
-                if row_tiles % tiling.group:
-                    ring = 0 if sizes.tail_resident == sizes.steps else tiling.stages
+                if row_tiles >= 2:
+                    assert 2 * (resident + sizes.ring) <= sizes.weight_buffers
+                if row_tiles % 2:
+                    ring = 0 if sizes.tail_resident == steps else stages
                     assert sizes.tail_resident + ring <= sizes.weight_buffers
 
 
 def test_hopper_grid() -> None:
-    """Every block has a role, and every group of row tiles a block."""
+    """Every block has a role, and every pair of row tiles a block."""
     from ikbo_recsys.kernels import _compression_hopper as hopper
 
     for batch in (1, 2, 3, 37, 131, 1024, 70000):
         for row_tiles in (1, 2, 3, 7, 14):
             for col_tiles in (1, 2):
-                for (group, _, _), more_tails in hopper.choices(row_tiles, 256):
-                    blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132, group, more_tails)
+                for (more_tails,) in hopper.choices(row_tiles):
+                    blocks, tails = hopper.grid(batch, row_tiles, col_tiles, 132, more_tails)
                     assert 1 <= blocks <= 132
-                    assert (tails > 0) == (row_tiles % group == 1)
-                    assert blocks - tails >= row_tiles // group
+                    assert (tails > 0) == (row_tiles % 2 == 1)
+                    assert blocks - tails >= row_tiles // 2

@@ -95,6 +95,12 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
         return None
     if asm.startswith("griddepcontrol."):
         return None
+    if asm.startswith("cvt.rn."):  # two numbers, rounded, in one register
+        dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16
+        return Value(torch.stack([raw(x).to(dtype) for x in args], -1).view(torch.int32).squeeze(-1))
+    if "cvt.f32.f16" in asm:  # the inverse
+        low, high = raw(args[0]).contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float().unbind(-1)
+        return Value(low), Value(high)
     if "mul.f32" in asm:  # the multiplication by a factor that is skipped where all factors are 1
         return args[0] * args[1]
     raise NotImplementedError(asm)
@@ -112,7 +118,7 @@ def _warp_specialize(functions: Any, warps: Any, registers: Any) -> None:
 
 
 gl = SimpleNamespace(
-    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64")},
+    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int16", "int32", "int64")},
     **dict.fromkeys(
         ("DistributedLinearLayout", "NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout"),
         _nothing,

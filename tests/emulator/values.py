@@ -42,8 +42,8 @@ class Value:
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None, element_ty=self._x.dtype)
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.x.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.x.view(dtype) if bitcast else self.x.to(dtype))
 
     def reshape(self, *shape: Any) -> Value:
         return Value(self.x.reshape(_sizes(shape)))
