@@ -208,10 +208,10 @@ def test_hopper_arguments(gpu: StandIn) -> None:
     assert user_desc[1] == gpu.place(user.data_ptr(), b"")
     assert cand_desc[1] == gpu.place(cand.data_ptr(), b"")
     part = user_part.arguments[13]
-    # (user part or bias, user part, M, tiles), then (user part, index, U, B, tail blocks); Triton's scratch follows.
+    # (user part or bias, user part, M, tiles), then (user part, index, absent bias, M, U, B, tail blocks).
     assert user_part.arguments[12:16] == (part, part, 433, 56)
     index_place = gpu.place(index.to_user.data_ptr(), b"")
-    assert candidates.arguments[19:24] == (part, index_place, 8, 70, 21)
+    assert candidates.arguments[19:26] == (part, index_place, out_desc[1], 433, 8, 70, 21)
 
 
 def describe(descriptor: Any) -> tuple[Any, ...]:

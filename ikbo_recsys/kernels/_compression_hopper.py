@@ -30,9 +30,14 @@ from L2 for them. With 21 tail blocks of 132 at 7 row tiles, which follow from i
 D = 64 3% more than that, of 20 to 27 tail blocks (H200, `python -m benchmarks.run` with IKBO_TUNE=1 shows it)."""
 
 
+MANY_TILES = 8
+"""Of the user's part, for each multiprocessor: with more, its kernel is bound by L2 and not by its number of blocks."""
+
+
 class CandidateSizes(NamedTuple):
     """How `candidate_kernel` divides K and its weight buffers; the names are those of its arguments."""
 
+    last: int
     steps: int
     resident: int
     ring: int
@@ -48,6 +53,8 @@ def candidate_sizes(features: int, row_tiles: int, cols: int) -> CandidateSizes:
     A pair's blocks have two row tiles, tail blocks one: they keep all of it, or all but a ring of one for each stage.
     """
     steps, stages = cdiv(features, STEP), STAGES[cols]
+    # A product takes 16 features at a time.
+    last = 16 if 0 < features % STEP <= 16 else STEP
     most = (SHARED_MEMORY - stages * STEP * cols * 2 - 2 * ROWS * min(64, cols // 2) * 2) // WEIGHT_BYTES
 
     def ring(resident: int) -> int:
@@ -59,7 +66,7 @@ def candidate_sizes(features: int, row_tiles: int, cols: int) -> CandidateSizes:
     buffers = 2 * (resident + ring(resident)) if row_tiles >= 2 else 0
     if row_tiles % 2:
         buffers = max(buffers, tail_resident + (0 if tail_resident == steps else stages))
-    return CandidateSizes(steps, resident, ring(resident), tail_resident, buffers)
+    return CandidateSizes(last, steps, resident, ring(resident), tail_resident, buffers)
 
 
 def grid(batch: int, row_tiles: int, col_tiles: int, most: int, more_tails: int = 0) -> tuple[int, int]:
@@ -123,7 +130,7 @@ class UserPart:
     """
 
     def __init__(self, weight_MK: Tensor, user_UKD: Tensor, bias_M: Tensor | None) -> None:
-        from ikbo_recsys.kernels._gluon.compression_linear import user_part_kernel
+        from ikbo_recsys.kernels._gluon.compression_user import user_part_kernel
 
         num_users, features, size = user_UKD.shape
         num_m, cols = weight_MK.shape[0], columns(size)
@@ -161,7 +168,7 @@ class CandidatePart:
 
     Args:
         weight_MK, cand_BKD: as `refusal` asks for; the weight aligned for TMA.
-        to_user_B: of any alignment; None where no user's part is added.
+        num_users, to_user_B: of any alignment; None where no user's part is added.
         more_tails: of `Choice`.
     """
 
@@ -173,41 +180,77 @@ class CandidatePart:
         to_user_B: Tensor | None = None,
         more_tails: int = 0,
     ) -> None:
-        from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
-
-        batch, features, size = cand_BKD.shape
-        num_m, cols = weight_MK.shape[0], columns(size)
-        row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
-        sizes = candidate_sizes(features, row_tiles, cols)
-        blocks, tail_blocks = grid(batch, row_tiles, col_tiles, multiprocessors(cand_BKD.device), more_tails)
-        has_user = to_user_B is not None
-        constants = {
-            "HAS_USER": has_user,
-            "ROW_TILES": row_tiles,
-            "COL_TILES": col_tiles,
-            "STAGES": STAGES[cols],
-            **{name.upper(): number for name, number in sizes._asdict().items()},
-        }
-        self._dtype, self._device, self._shape = cand_BKD.dtype, cand_BKD.device, (batch, num_m, size)
-        self._numbers = (num_users, batch, tail_blocks)
-        self._layouts = (
-            TensorLayout.of(weight_MK, (ROWS, STEP)),
-            TensorLayout.of(cand_BKD, (1, STEP, cols)),
-            TensorLayout(self._shape, (num_m * size, size, 1), (1, ROWS, min(64, cols // 2))),
-        )
-        key = (cand_BKD.dtype, cand_BKD.get_device(), cols, None if to_user_B is None else to_user_B.dtype)
-        # Without a user's part there is no kernel before it that lets it begin early.
-        self._launch = Launch(candidate_kernel, key, blocks, constants, num_warps=4, launch_pdl=has_user)
+        self._dtype, self._device = cand_BKD.dtype, cand_BKD.device
+        self._shape = (cand_BKD.shape[0], weight_MK.shape[0], cand_BKD.shape[2])
+        self._numbers, self._layouts, self._launch = _product(weight_MK, cand_BKD, num_users, to_user_B, more_tails)
 
     def __call__(
         self, weight: Tensor, cand: Tensor, part: Tensor | None = None, to_user: Tensor | None = None
     ) -> Tensor:
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         # An absent one is never read: any pointer stands for it.
-        looked_up = (out, out) if part is None else (part, to_user)
+        rest = (out if part is None else part, out if to_user is None else to_user, out, *self._numbers)
         with device_guard(cand):
-            launch(self._launch, self._layouts, (weight, cand, out), (*looked_up, *self._numbers))
+            launch(self._launch, self._layouts, (weight, cand, out), rest)
         return out
+
+
+class ManyUsers:
+    """`UserPart` by `candidate_kernel`."""
+
+    def __init__(self, weight_MK: Tensor, user_UKD: Tensor, bias_M: Tensor | None) -> None:
+        num_users, _, size = user_UKD.shape
+        cols = columns(size)
+        tiles = num_users * cdiv(weight_MK.shape[0], ROWS) * cdiv(size, cols)
+        self._device, self._shape = user_UKD.device, (tiles, ROWS * cols // 2)
+        self._numbers, self._layouts, self._launch = _product(weight_MK, user_UKD, is_user=True, bias_M=bias_M)
+
+    def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
+        part = torch.empty(self._shape, dtype=torch.int32, device=self._device)
+        rest = (part, part, part if bias is None else bias, *self._numbers)
+        with device_guard(user):
+            # Nothing is stored by the third descriptor: any tensor that one can be made of stands for it.
+            launch(self._launch, self._layouts, (weight, user, user), rest)
+        return part
+
+
+def _product(
+    weight_MK: Tensor,
+    x_BKD: Tensor,
+    num_users: int = 0,
+    to_user_B: Tensor | None = None,
+    more_tails: int = 0,
+    *,
+    is_user: bool = False,
+    bias_M: Tensor | None = None,
+) -> tuple[tuple[int, ...], tuple[TensorLayout, ...], Launch]:
+    """Of `candidate_kernel`: the numbers of a launch, its descriptors, and the launch."""
+    from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
+
+    batch, features, size = x_BKD.shape
+    num_m, cols = weight_MK.shape[0], columns(size)
+    row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
+    sizes = candidate_sizes(features, row_tiles, cols)
+    blocks, tail_blocks = grid(batch, row_tiles, col_tiles, multiprocessors(x_BKD.device), more_tails)
+    constants = {
+        "HAS_USER": to_user_B is not None,
+        "IS_USER": is_user,
+        "HAS_BIAS": bias_M is not None,
+        "ROW_TILES": row_tiles,
+        "COL_TILES": col_tiles,
+        "STAGES": STAGES[cols],
+        **{name.upper(): number for name, number in sizes._asdict().items()},
+    }
+    box = (1, ROWS, min(64, cols // 2))
+    out = TensorLayout.of(x_BKD, box) if is_user else TensorLayout((batch, num_m, size), (num_m * size, size, 1), box)
+    layouts = (TensorLayout.of(weight_MK, (ROWS, STEP)), TensorLayout.of(x_BKD, (1, STEP, cols)), out)
+    key = (x_BKD.dtype, x_BKD.get_device(), cols, None if to_user_B is None else to_user_B.dtype)
+    # Without a user's part there is no kernel before it that lets it begin early.
+    return (
+        (num_m, num_users, batch, tail_blocks),
+        layouts,
+        Launch(candidate_kernel, key, blocks, constants, num_warps=4, launch_pdl=to_user_B is not None),
+    )
 
 
 class Forward:
@@ -222,7 +265,10 @@ class Forward:
         bias: Tensor | None,
         choice: Choice,
     ) -> None:
-        self._user = UserPart(weights[0], user, bias)
+        num_m, cols = weights[0].shape[0], columns(user.shape[2])
+        tiles = user.shape[0] * cdiv(num_m, ROWS) * cdiv(user.shape[2], cols)
+        many = tiles > MANY_TILES * multiprocessors(user.device)
+        self._user = (ManyUsers if many else UserPart)(weights[0], user, bias)
         self._cand = CandidatePart(weights[1], cand, user.shape[0], to_user, choice.more_tails)
 
     def __call__(

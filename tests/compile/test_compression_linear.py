@@ -165,7 +165,7 @@ def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int, unit: int,
 @pytest.mark.parametrize(("cols", "has_bias"), [(256, False), (256, True), (128, False), (64, False)])
 def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
     from ikbo_recsys.kernels import _compression_hopper as hopper
-    from ikbo_recsys.kernels._gluon.compression_linear import user_part_kernel
+    from ikbo_recsys.kernels._gluon.compression_user import user_part_kernel
 
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.USER_STEP]),
@@ -191,6 +191,8 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
         (128, 5, 1, 125, "i64"),
         (64, 2, 1, 9, "i32"),
         (64, 3, 1, 600, None),
+        (256, 7, 1, 1178, "is user"),
+        (64, 3, 2, 40, "is user"),
     ],
 )
 def test_hopper_candidates(
@@ -199,16 +201,18 @@ def test_hopper_candidates(
     from ikbo_recsys.kernels import _compression_hopper as hopper
     from ikbo_recsys.kernels._gluon.compression_linear import candidate_kernel
 
-    has_user = index is not None
+    has_user, is_user = index is not None, index == "is user"
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.STEP]),
         "cand_desc": descriptor(dtype, [1, hopper.STEP, cols]),
         "out_desc": descriptor(dtype, [1, hopper.ROWS, min(64, cols // 2)]),
-        **{"user_ptr": "*i32" if has_user else f"*{dtype}", "index_ptr": f"*{index}" if has_user else f"*{dtype}"},
-        **dict.fromkeys(("num_users", "batch", "tail_blocks"), "i32"),
+        **{"user_ptr": "*i32" if has_user else f"*{dtype}", "bias_ptr": f"*{dtype}"},
+        "index_ptr": f"*{index}" if has_user and not is_user else f"*{dtype}",
+        **dict.fromkeys(("M", "num_users", "batch", "tail_blocks"), "i32"),
     }
     sizes = hopper.candidate_sizes(features, row_tiles, cols)._asdict()
-    constants = {"HAS_USER": has_user, "ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STAGES": hopper.STAGES[cols]}
+    constants = {"HAS_USER": has_user and not is_user, "IS_USER": is_user, "HAS_BIAS": is_user}
+    constants |= {"ROW_TILES": row_tiles, "COL_TILES": col_tiles, "STAGES": hopper.STAGES[cols]}
     constants |= {name.upper(): number for name, number in sizes.items()}
     compiled = compile_kernel(candidate_kernel, signature, constants, aligned=["user_ptr"], num_warps=4)
     assert_no_spills(compiled)

@@ -84,6 +84,16 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.memory[places[counts]] = values[counts]
 
 
+def _atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu") -> Value:
+    """Each element's in its turn. Gives what was there before the first."""
+    places, _ = pointer.places(None)
+    before = pointer.memory[places].clone()
+    values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(places.shape)
+    pointer.memory.index_add_(0, places.reshape(-1), values.reshape(-1))
+    _block.scheduler.pause()
+    return Value(before)
+
+
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
     """The few pieces of assembly that the kernels have, by what they say."""
     named = re.match(r"bar\.(sync|arrive) (\d+), 256;", asm)
@@ -95,6 +105,8 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
         return None
     if asm.startswith("griddepcontrol."):
         return None
+    if asm == "mov.b32 $0, $1;":  # a value that the compiler knows nothing of
+        return args[0]
     if asm.startswith("cvt.rn."):  # two numbers, rounded, in one register
         dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16
         return Value(torch.stack([raw(x).to(dtype) for x in args], -1).view(torch.int32).squeeze(-1))
@@ -143,6 +155,7 @@ gl = SimpleNamespace(
     join=lambda a, b: Value(torch.stack((raw(a), raw(b)), -1)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     load=_load,
+    atomic_add=_atomic_add,
     store=_store,
     allocate_shared_memory=_allocate,
     inline_asm_elementwise=_inline_asm,
@@ -340,11 +353,11 @@ def _plain(value: Any) -> Any:
     function = getattr(value, "fn", None)
     if not isinstance(function, types.FunctionType) or isinstance(value, types.FunctionType):
         return value
+    # First the names of its module, this function among them.
+    module = function.__globals__
+    names = _namespaces.get(id(module))
+    names = _Namespace(module) if names is None else names
     if id(value) not in _functions:
-        _functions[id(value)] = None  # set below; a function may name itself
-        module = function.__globals__
-        names = _namespaces.get(id(module))
-        names = _Namespace(module) if names is None else names
         plain = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
         plain.__kwdefaults__ = function.__kwdefaults__
         _functions[id(value)] = plain

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ikbo_recsys.kernels._gluon._compat import tma_load
-from ikbo_recsys.kernels._gluon.compression_linear import ROWS, accumulator_layout, advance
+from ikbo_recsys.kernels._gluon._compression_tiles import ROWS, accumulator_layout, advance
 
 
 @gluon.jit
