@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -278,3 +279,35 @@ def test_calls_that_only_the_dispatcher_understands() -> None:
     seen = []
     torch.func.grad(lambda x: (seen.append(_plan.is_dispatched(plain)), x.sum())[1])(plain)
     assert seen == [True]
+
+
+def test_a_launch_while_another_thread_stops_collecting_its_own() -> None:
+    """Whatever instruction of it is the last before the other thread is done."""
+    ran: list[tuple[int, ...]] = []
+    launch = _plan.Launch(None, (), 1, {})
+    launch._run = lambda *arguments: ran.append(arguments)
+
+    def stopped_after(instructions: int) -> None:
+        left = instructions
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = frame.f_code is _plan.Launch.__call__.__code__
+            left -= event == "opcode"
+            if left == 0:
+                _plan._together = None
+            return trace
+
+        _plan._together = _plan._Together()
+        _plan._together._thread = -1
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            launch((instructions,))
+        finally:
+            sys.settrace(before)
+            _plan._together = None
+
+    for instructions in range(1, 40):
+        stopped_after(instructions)
+    assert ran == [(instructions,) for instructions in range(1, 40)]

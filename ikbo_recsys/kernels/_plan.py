@@ -176,7 +176,8 @@ class Launch:
             checked: makes `arguments` in the form that Triton compiles from, where theirs (addresses for pointers, for
                 example) is enough for a compiled kernel only.
         """
-        if _together is not None and _together.takes(self, arguments, checked):
+        together = _together  # another thread may be about to end it
+        if together is not None and together.takes(self, arguments, checked):
             return
         if self._run is not None:
             self._run(*arguments)
