@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from ikbo_recsys import CandidateIndex, IKBOCompressionLinear, IKBOCrossAttention, IKBOInteraction, IKBOLinear
 from ikbo_recsys.export import export, package
 from tests.cases import relative_error
+from tests.processes import outcome_alone, run_alone
 
 
 class Case(NamedTuple):
@@ -30,6 +33,11 @@ CASES = {
 }
 every = pytest.mark.parametrize("name", CASES)
 with_weights = pytest.mark.parametrize("name", [name for name in CASES if name != "interaction"])
+PACKAGES = {"IKBO_TEST_PACKAGES": "1"}
+IN_PROCESS_OF_ITS_OWN = PACKAGES.items() <= os.environ.items()
+in_process_of_its_own = pytest.mark.skipif(
+    not IN_PROCESS_OF_ITS_OWN, reason="test_package_runs_other_sizes runs it in a process of its own"
+)
 # What the working type rounds a result to, a few times over; autocast rounds as its lower type does.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -99,8 +107,41 @@ def test_compiled_with_gradients_and_other_sizes(name: str) -> None:
             assert relative_error(got, expected.double()) < 2e-3
 
 
+@functools.cache
+def torch_loads_no_package() -> str | None:
+    """Why PyTorch cannot load and run a package without anything of ours in it on this machine, or None."""
+    tests = f"{__file__}::test_package_of_a_plain_linear"
+    failure, output = outcome_alone(tests, PACKAGES, timeout=300)
+    if failure is None:
+        return None
+    why = next((line for line in output.splitlines() if line.startswith(("E  ", "Fatal"))), "")
+    return f"PyTorch {torch.__version__} cannot load the package of a plain nn.Linear here: {failure}; {why}"
+
+
 @with_weights
-def test_package_runs_other_sizes(name: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(IN_PROCESS_OF_ITS_OWN, reason="this is that process")
+def test_package_runs_other_sizes(name: str) -> None:
+    """In a process of its own, which loading a package may end."""
+    reason = torch_loads_no_package()
+    if reason:
+        pytest.skip(reason)
+    run_alone(f"{__file__}::test_packaged[{name}]", PACKAGES, timeout=600)
+
+
+@in_process_of_its_own
+def test_package_of_a_plain_linear(tmp_path: Path) -> None:
+    """No module of ours: whether PyTorch's own packages work on this machine."""
+    module, x = nn.Linear(60, 48).to("cuda", torch.float16).eval(), torch.randn(67, 60, device="cuda").half()
+    with torch.no_grad():
+        program = torch.export.export(module, (x,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "plain.pt2"))
+        served = torch._inductor.aoti_load_package(path)
+        assert relative_error(served(x), module(x).double()) < 2e-3
+
+
+@in_process_of_its_own
+@with_weights
+def test_packaged(name: str, tmp_path: Path) -> None:
     module, (user, cand, index) = on_gpu(CASES[name].build().eval(), batch(name), torch.float16)
     with torch.no_grad():
         program = export(module, (user, cand, index))
