@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store
+from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, tma_load, tma_store, wait_for_primary_grid
 
 TILES, STEPS, STAGES = 5, 4, 2
 
@@ -153,3 +153,36 @@ def test_faults_that_depend_on_the_order_of_things(fault: str) -> None:
         except AssertionError:
             found += 1
     assert found
+
+
+@gluon.jit
+def primary(x_ptr):
+    launch_dependent_grid()
+    gl.store(x_ptr, 2.0)
+
+
+@gluon.jit
+def secondary(x_ptr, other_ptr, out_ptr, FAULT: gl.constexpr):
+    other = gl.load(other_ptr)
+    if FAULT == "written early":
+        gl.store(out_ptr, 0.0)
+    if FAULT != "read early":
+        wait_for_primary_grid()
+    gl.store(out_ptr, gl.load(x_ptr) + other)
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["", "read early", "written early"])
+@pytest.mark.parametrize("is_dependent", [True, False])
+def test_a_kernel_that_overlaps_with_the_one_before(fault: str, is_dependent: bool) -> None:
+    from tests.emulator import emulated
+
+    x, other, out = torch.zeros(1), torch.ones(1), torch.zeros(1)
+    with emulated():
+        primary[(1,)](x)
+        if fault and is_dependent:
+            with pytest.raises(AssertionError, match=f"{fault.split()[0]} without waiting"):
+                secondary[(2,)](x, other, out, FAULT=fault, launch_pdl=True)
+        else:
+            secondary[(2,)](x, other, out, FAULT=fault, launch_pdl=is_dependent)
+            assert out.item() == 3

@@ -2,8 +2,9 @@
 
 The device code itself runs, as Python, on torch tensors: partitions of a block take turns in random order, TMA loads
 land and products are made at random times between their start and what waits for them. So it finds wrong results,
-deadlocks, stages overwritten while they are read, results read before they are there, missing fences, and accesses
-behind the end of a tensor. What it cannot find is what the compiler does: see tests/compile.
+deadlocks, stages overwritten while they are read, results read before they are there, missing fences, accesses
+behind the end of a tensor, and what a kernel that overlaps with the one before reads or writes before it has waited
+for that one. What it cannot find is what the compiler does: see tests/compile.
 
 In a process of its own, with TRITON_INTERPRET=1 for the other kernels.
 """

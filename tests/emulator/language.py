@@ -25,6 +25,7 @@ class Block:
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[str, NamedBarrier] = defaultdict(NamedBarrier)
         self.memories: list[Shared] = []
+        self.waited: set[int] = set()  # who waited for the kernel before
 
 
 _block: Block
@@ -35,6 +36,32 @@ def writer() -> int:
     task = _block.scheduler.current
     return 1 if task is None else 2 + _block.scheduler.tasks.index(task)
 
+
+# ---- programmatic dependent launch ---------------------------------------------------------------------------------
+
+
+class Kernel:
+    """What the running kernel may touch before it has waited for the kernel before, with which it may overlap."""
+
+    def __init__(self, before: Kernel | None, is_dependent: bool) -> None:
+        self.is_dependent, self.lets_next_begin = is_dependent, False
+        self.written: set[int] = set()  # addresses of storages
+        self.before_writes = before.written if is_dependent and before and before.lets_next_begin else set()
+
+    def reads(self, memory: Tensor) -> None:
+        assert not self._overlaps() or memory.untyped_storage().data_ptr() not in self.before_writes, (
+            "what the kernel before writes is read without waiting for it"
+        )
+
+    def writes(self, memory: Tensor) -> None:
+        assert not self._overlaps(), "global memory is written without waiting for the kernel before"
+        self.written.add(memory.untyped_storage().data_ptr())
+
+    def _overlaps(self) -> bool:
+        return self.is_dependent and not _block.waited & {1, writer()}
+
+
+_kernel = Kernel(None, False)
 
 # ---- gl --------------------------------------------------------------------------------------------------------------
 
@@ -73,6 +100,7 @@ def _extreme(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
     places, counts = pointer.places(mask)
+    _kernel.reads(pointer.memory)
     out = torch.full(places.shape, float(raw(other)), dtype=torch.float64).to(pointer.memory.dtype)
     out[counts] = pointer.memory[places[counts]]
     return Value(out)
@@ -81,12 +109,15 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     places, counts = pointer.places(mask)
     values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(places.shape)
+    if counts.any():
+        _kernel.writes(pointer.memory)
     pointer.memory[places[counts]] = values[counts]
 
 
 def _atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu") -> Value:
     """Each element's in its turn. Gives what was there before the first."""
     places, _ = pointer.places(None)
+    _kernel.writes(pointer.memory)
     before = pointer.memory[places].clone()
     values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(places.shape)
     pointer.memory.index_add_(0, places.reshape(-1), values.reshape(-1))
@@ -104,6 +135,10 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
             _block.scheduler.pause(lambda: barrier.generation > mine, f"named barrier {named[2]}")
         return None
     if asm.startswith("griddepcontrol."):
+        if asm.startswith("griddepcontrol.wait"):
+            _block.waited.add(writer())
+        else:
+            _kernel.lets_next_begin = True
         return None
     if asm == "mov.b32 $0, $1;":  # a value that the compiler knows nothing of
         return args[0]
@@ -213,6 +248,7 @@ def tma_load(descriptor: Descriptor, corner: Any, barrier: Shared, shared: Share
     inside, part = descriptor.box(corner)
     assert shared.shape == descriptor.block_shape, f"a box of {descriptor.block_shape} into {shared.shape}"
     arrives = _barrier(barrier)
+    _kernel.reads(descriptor.tensor)
 
     def land() -> None:
         shared.memory.zero_()
@@ -230,6 +266,8 @@ def tma_store(descriptor: Descriptor, corner: Any, shared: Shared) -> None:
     inside, part = descriptor.box(corner)
     assert shared.shape == descriptor.block_shape, f"a box of {descriptor.block_shape} from {shared.shape}"
     shared.read_by_hardware()
+    if descriptor.tensor[inside].numel():
+        _kernel.writes(descriptor.tensor)
 
     def store() -> None:
         descriptor.tensor[inside] = shared.memory[part]
@@ -253,6 +291,7 @@ tma = SimpleNamespace(
 
 def _copy(shared: Shared, pointers: Pointer, mask: Any = None) -> None:
     places, counts = pointers.places(mask)
+    _kernel.reads(pointers.memory)
 
     def land() -> None:
         values = torch.zeros(places.shape, dtype=pointers.memory.dtype)
@@ -376,7 +415,8 @@ def emulate(
     kernel: Any, blocks: int, arguments: Sequence[Any], constants: Mapping[str, Any], *, seed: int, eager: float
 ) -> None:
     """Run a kernel, block after block."""
-    global _block
+    global _block, _kernel
+    _kernel = Kernel(_kernel, bool(constants.get("launch_pdl")))
     function = _plain(kernel)
     names = inspect.signature(function).parameters
     given = {name: _argument(value) for name, value in zip(names, arguments, strict=False)}
