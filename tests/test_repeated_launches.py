@@ -139,6 +139,25 @@ def test_compression(gpu: StandIn, path: str, dtype: torch.dtype) -> None:
 
 
 @inside
+def test_many_users(gpu: StandIn) -> None:
+    """Their part is made by the other kernel's code: with a bias of any alignment, any M, users of any stride."""
+    users, index = gpu.randn(600, 9, 72), make_index(gpu, 600, 40)
+    cand, weight, bias = gpu.randn(40, 40, 64), gpu.randn(128, 49), gpu.randn(129)
+    calls: dict[str, Call] = {}
+    for outputs in (128, 127, 65):
+        for name, given in (("", None), (", bias", bias[:outputs]), (", unaligned bias", bias[1 : outputs + 1])):
+            for kind, user in (("", users[..., :64].contiguous()), (", strided", users[..., 8:])):
+                calls[f"{outputs}{name}{kind}"] = lambda m=outputs, b=given, u=user: compression_linear(
+                    u, cand, weight[:m], index, b
+                )
+    with use_backend("gluon"):
+        found = check(gpu, calls, launches=2)
+    for name, launches in found.items():
+        assert [launch.kernel for launch in launches] == ["candidate_kernel"] * 2, name
+        assert [launch.is_dependent for launch in launches] == [False, True], name
+
+
+@inside
 @pytest.mark.parametrize("path", PATHS)
 def test_other_tensors_are_other_arguments(gpu: StandIn, path: str) -> None:
     """Same shapes at other addresses; other sizes, strides, alignment; gradients of other strides."""
