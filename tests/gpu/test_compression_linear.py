@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
@@ -247,6 +248,24 @@ def test_cuda_graph_replays_with_other_contents(path: str) -> None:
         index.copy_(torch.randint(0, 3, (70,), device="cuda"))
         graph.replay()
     assert error(out, expected_of(user, cand, weight, index)) <= 1e-3
+
+
+@pytest.mark.parametrize("users", [3, 300])
+def test_the_second_kernel_waits_for_the_first(users: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin before the user's part is complete, whose memory holds that of the call before. Elsewhere in these
+    tests memory is filled between the two, by a kernel that ends before the second begins."""
+    skip_unless("gluon", torch.float16)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    user, cand, weight = make(users, 37, 433, 256, 1000, 8, torch.float16)
+    index, others = make_index(users, 37), [torch.randn_like(user) for _ in range(5)]
+    busy = torch.zeros(8192, 8192, device="cuda", dtype=torch.float16)
+    with _backend.use_backend("gluon"), torch.no_grad():
+        for _ in range(3):  # the last time nothing is compiled, and no memory is new
+            torch.cuda.synchronize()
+            _ = busy @ busy  # meanwhile all calls are queued, and follow each other without a gap
+            results = [compression_linear(other, cand, weight, index) for other in others]
+    for other, result in zip(others, results, strict=True):
+        assert error(result, expected_of(other, cand, weight, index.to_user)) <= 1e-3
 
 
 @pytest.mark.parametrize("path", PATHS)
