@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._compat import tma_load, tma_store, wait_for_primary_grid
+from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, tma_load, tma_store, wait_for_primary_grid
 from ikbo_recsys.kernels._gluon._compression_tiles import (
     ROWS,
     accumulator_layout,
@@ -392,6 +392,9 @@ def candidate_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    if IS_USER:
+        # The next kernel may take the multiprocessors that this grid leaves free; it waits before it reads the result.
+        launch_dependent_grid()
     # fmt: off
     gl.warp_specialize([
         (candidate_consumer, (0, out_desc, out_bufs, user_ptr, index_ptr, bias_ptr, M, num_users, batch,
