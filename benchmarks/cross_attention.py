@@ -43,6 +43,8 @@ CASES = (
     _case("jagged1", "jagged", 2000, 1, 8, 64, U=58, B=2030, jagged=1),
     _case("shuffled64", "ungrouped", 1024, 64, 2, 128, shuffled=1),
     _case("shuffled32", "ungrouped", 1024, 32, 2, 128, shuffled=1),
+    _case("few8x8192", "few", 8192, 64, 2, 128, U=1, B=8),
+    _case("few32x4096", "few", 4096, 64, 2, 128, U=2, B=32),
     *(_case(f"self{t}", "self", t, 64, 2, 128, X=t) for t in (512, 1024)),
     _case("self1024few", "self", 1024, 4, 2, 128, X=1024),
 )

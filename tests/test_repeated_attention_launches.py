@@ -82,6 +82,23 @@ def test_layouts(gpu: StandIn, path: str, seeds: int, dtype: torch.dtype) -> Non
 
 
 @inside
+def test_shared_tiles(gpu: StandIn) -> None:
+    """Few tiles over long histories, and a last round of which little is to be done, by the rule."""
+    calls: dict[str, Call] = {}
+    for name, batch, grouped in (("parts", 8, True), ("parts, shuffled", 8, False), ("last round", 400, True)):
+        query, key, value = (gpu.randn(*shape) for shape in ((batch, 64, 2, 64), (1, 4096, 2, 64), (1, 4096, 2, 64)))
+        index, grad = make_index(gpu, 1, batch, grouped), gpu.randn(batch, 64, 2, 64)
+        call = lambda q, k, v, index=index: cross_attention(q, k, v, index)  # noqa: E731
+        calls[name] = lambda call=call, given=(query, key, value): call(*given)
+        calls[f"{name}, trained"] = train(call, grad, query, key, value)
+    with use_backend("gluon"):
+        found = check(gpu, calls)
+    assert [launch.kernel for launch in found["parts"]] == ["attention_forward_shared", "merge_parts"]
+    assert [launch.kernel for launch in found["last round"]] == ["attention_forward_shared"]
+    assert "merge_parts" not in [launch.kernel for launch in found["last round, trained"]]
+
+
+@inside
 @pytest.mark.parametrize(("path", "seeds"), [("gluon", 16), ("triton", 1)])
 def test_other_tensors_are_other_arguments(gpu: StandIn, path: str, seeds: int) -> None:
     query, key, value = make(gpu, torch.float16, seeds)

@@ -13,6 +13,16 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
+from ikbo_recsys.kernels._attention_shares import (
+    LAST_ROUND,
+    TILE_ROWS,
+    WHOLE,
+    Merge,
+    new_flags,
+    shares,
+    slots,
+    state,
+)
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
@@ -22,7 +32,7 @@ FEWEST_USER_ROWS = 512
 """Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
 
 LOG2_E = 1.4426950408889634
-TILE_ROWS, BOX_ROWS = 128, 64
+BOX_ROWS = 64
 BLOCK_KEYS = 128
 _FEWEST_BLOCKS = 96
 _TABLE_BLOCK, _TABLE_STEP = 64, 16
@@ -148,13 +158,20 @@ def adjacent_rows(problem: Problem) -> bool:
     return problem.permutation is None or problem.query.shape[1] % BOX_ROWS == 0
 
 
-def forward_launch(kernel: Any, problem: Problem, padded: int, adjacent: bool, store_lse: bool) -> Launch:
-    """Of one of the two forward kernels; `adjacent` says whether query rows come by TMA."""
-    tile, heads = FORWARD_TILES[padded], problem.query.shape[2]
+def forward_blocks(problem: Problem, parts: int = 1) -> int:
+    """Thread blocks of a forward kernel whose items are cut into parts."""
+    return min(multiprocessors(problem.query.device), row_slots(problem, TILE_ROWS) * problem.query.shape[2] * parts)
+
+
+def forward_launch(
+    kernel: Any, problem: Problem, padded: int, adjacent: bool, store_lse: bool, shares: int = WHOLE
+) -> Launch:
+    """Of one of the forward kernels; `adjacent` says whether query rows come by TMA."""
+    tile = FORWARD_TILES[padded]
     return Launch(
         kernel,
         problem.index_key(),
-        min(multiprocessors(problem.query.device), row_slots(problem, TILE_ROWS) * heads),
+        forward_blocks(problem, max(shares, 1)),
         {
             "KEYS": tile.keys,
             "D": padded,
@@ -164,6 +181,7 @@ def forward_launch(kernel: Any, problem: Problem, padded: int, adjacent: bool, s
             "GATHER": not adjacent,
             "PERMUTED": problem.permutation is not None,
             "STORE_LSE": store_lse,
+            **({} if shares == WHOLE else {"SHARES": shares}),
             **tile.registers(),
         },
         num_warps=4,
@@ -175,7 +193,7 @@ class Forward:
     """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses."""
 
     def __init__(self, problem: Problem, store_lse: bool) -> None:
-        from ikbo_recsys.kernels._gluon.cross_attention import attention_forward
+        from ikbo_recsys.kernels._gluon.cross_attention import attention_forward, attention_forward_shared
 
         query = problem.query
         heads, head_size = query.shape[2:]
@@ -194,7 +212,10 @@ class Forward:
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
         )
-        self._launch = forward_launch(attention_forward, problem, padded, adjacent, store_lse)
+        self._padded, self._shares = padded, shares(problem, padded)
+        kernel = attention_forward if self._shares == WHOLE else attention_forward_shared
+        self._launch = forward_launch(kernel, problem, padded, adjacent, store_lse, self._shares)
+        self._merge = Merge(problem, padded, self._shares, store_lse) if self._shares > LAST_ROUND else None
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
@@ -203,8 +224,19 @@ class Forward:
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
         bases = (out if self._is_gathered else query, problem.key, problem.value, out)
         with device_guard(query):
-            rest = (query, out, lse, shared_table(problem), problem.index_pointers()[1], *self._numbers)
+            room: tuple[Tensor, ...] = ()
+            if self._shares == LAST_ROUND:
+                # Before the table, behind which the kernel may start early.
+                blocks = forward_blocks(problem)
+                room = (state(blocks, self._padded, query.device), new_flags(blocks, query.device))
+            table = shared_table(problem)
+            if self._merge is not None:
+                # Nobody looks at flags.
+                room = (state(slots(problem) * self._shares, self._padded, query.device), table)
+            rest = (query, out, lse, *room, table, problem.index_pointers()[1], *self._numbers)
             launch(self._launch, self._layouts, bases, rest)
+            if self._merge is not None:
+                self._merge(problem, room[0], out, lse, table)
         return out, lse
 
 

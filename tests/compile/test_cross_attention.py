@@ -19,7 +19,7 @@ from tests.compile.helper import (
 
 POINTERS = {
     **{"lse_ptr": "*fp32", "ulse_ptr": "*fp32", "delta_ptr": "*fp32", "udelta_ptr": "*fp32"},
-    **{"table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32"},
+    **{"table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32", "state_ptr": "*fp32", "flags_ptr": "*i32"},
 }
 
 
@@ -38,10 +38,11 @@ def _signature(kernel: Any, dtype: str, constexprs: dict[str, Any], index: str =
 
 def _forward(head_size: int, dtype: str = "bf16", both: bool = False, **how: Any) -> Compiled:
     from ikbo_recsys.kernels._attention_hopper import FORWARD_TILES
-    from ikbo_recsys.kernels._gluon.cross_attention import attention_forward, attention_forward_both
+    from ikbo_recsys.kernels._gluon import cross_attention as module
 
-    kernel = attention_forward_both if both else attention_forward
-
+    kernel = module.attention_forward_both if both else module.attention_forward
+    if "SHARES" in how:
+        kernel = module.attention_forward_shared
     tile = FORWARD_TILES[head_size]
     constexprs = {
         **{"KEYS": tile.keys, "D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "JAGGED": False},
@@ -109,6 +110,31 @@ def test_hopper_forward(head_size: int, both: bool, how: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(
+    "how", [{"SHARES": 1, "JAGGED": True, "STORE_LSE": True}, {"SHARES": 1, "GATHER": True}, {"SHARES": 8}]
+)
+def test_hopper_forward_with_shared_tiles(head_size: int, how: dict[str, Any]) -> None:
+    compiled = _forward(head_size, **how)
+    assert_fits(compiled)
+    assert_wgmma_pipelined(compiled)
+    assert compiled.resources["STACK"] <= 64, compiled.resources
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_merge(d: int) -> None:
+    from ikbo_recsys.kernels._attention_shares import MERGED_ROWS, MOST_PARTS
+    from ikbo_recsys.kernels._triton.cross_attention_merge import merge_parts
+
+    constexprs = {
+        **{"D": d, "HEAD_SIZE": d - 8, "PARTS": MOST_PARTS, "ROWS": MERGED_ROWS},
+        **{"PERMUTED": True, "STORE_LSE": True, "CHAINED": True},
+    }
+    signature = _signature(merge_parts, "bf16", constexprs)
+    aligned = ["state_ptr", "out_ptr", "lse_ptr", "table_ptr"]
+    assert_no_spills(compile_kernel(merge_parts, signature, constexprs, aligned=aligned, num_warps=4))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("name", ["query", "key_value"])
 def test_hopper_backward(head_size: int, name: str, both: bool) -> None:
@@ -118,13 +144,13 @@ def test_hopper_backward(head_size: int, name: str, both: bool) -> None:
     assert compiled.resources["STACK"] <= 64, compiled.resources
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_hopper_forward_waits_for_values_after_the_softmax(both: bool) -> None:
+@pytest.mark.parametrize("form", [{}, {"both": True}, {"SHARES": 1}, {"SHARES": 1, "JAGGED": True}, {"SHARES": 8}])
+def test_hopper_forward_waits_for_values_after_the_softmax(form: dict[str, Any]) -> None:
     """Order of the main loop: Q.K and P.V are issued, Q.K is waited for, the exponentials, and only then P.V's wait.
 
     ptxas moves that last wait above the softmax unless something keeps it back, and the matmul then hides nothing.
     """
-    runs = _runs(_forward(128, both=both, STORE_LSE=True), "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
+    runs = _runs(_forward(128, STORE_LSE=True, **form), "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
     issues = [i for i, run in enumerate(runs) if run == ("HGMMA", 16)]
     # Two consumers, each with a main loop and the step between two items.
     assert len(issues) == 4, runs

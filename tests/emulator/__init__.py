@@ -20,20 +20,23 @@ import pytest
 
 
 @contextmanager
-def emulated(seed: int = 0, eager: float = 0.3, multiprocessors: int = 1) -> Iterator[list[str]]:
+def emulated(
+    seed: int = 0, eager: float = 0.3, multiprocessors: int = 1, backwards: bool = False
+) -> Iterator[list[str]]:
     """Within, Gluon kernels run here, and tensors on the CPU may take every path: `use_backend("gluon")` asks for one.
 
     Args:
         seed: of the order in which things happen.
         eager: how often work under way is done at once rather than as late as it can be, 0 to 1.
         multiprocessors: of the GPU, which is the number of blocks of a persistent kernel.
+        backwards: whether the last block runs first.
 
     Gives the names of the Gluon kernels that ran.
     """
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from ikbo_recsys.kernels import _backend, _checks
-    from ikbo_recsys.kernels._triton import schedule
+    from ikbo_recsys.kernels._triton import cross_attention_merge, schedule
     from tests.emulator.language import emulate
 
     ran: list[str] = []
@@ -41,7 +44,7 @@ def emulated(seed: int = 0, eager: float = 0.3, multiprocessors: int = 1) -> Ite
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             ran.append(kernel.fn.__name__)
-            emulate(kernel, grid[0], arguments, constants, seed=seed, eager=eager)
+            emulate(kernel, grid[0], arguments, constants, seed=seed, eager=eager, backwards=backwards)
 
         return launch
 
@@ -49,6 +52,7 @@ def emulated(seed: int = 0, eager: float = 0.3, multiprocessors: int = 1) -> Ite
         patch.setattr(GluonJITFunction, "__getitem__", launcher)
         # Triton's interpreter does not know it: here one kernel ends before the next begins.
         patch.setattr(schedule, "gdc_launch_dependents", lambda: None)
+        patch.setattr(cross_attention_merge, "gdc_wait", lambda: None)
         patch.setattr(_checks, "on_host", lambda tensor: False)
         patch.setattr(_backend, "hopper_refusal", lambda device: None)
         patch.setattr(_backend, "portable_refusal", lambda device, dtype: None)

@@ -412,7 +412,14 @@ def _argument(value: Any) -> Any:
 
 
 def emulate(
-    kernel: Any, blocks: int, arguments: Sequence[Any], constants: Mapping[str, Any], *, seed: int, eager: float
+    kernel: Any,
+    blocks: int,
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    seed: int,
+    eager: float,
+    backwards: bool = False,
 ) -> None:
     """Run a kernel, block after block."""
     global _block, _kernel
@@ -420,6 +427,6 @@ def emulate(
     function = _plain(kernel)
     names = inspect.signature(function).parameters
     given = {name: _argument(value) for name, value in zip(names, arguments, strict=False)}
-    for number_of in range(blocks):
+    for number_of in reversed(range(blocks)) if backwards else range(blocks):
         _block = Block(number_of, blocks, Scheduler(seed * 1009 + number_of, eager))
         function(**given, **{name: value for name, value in constants.items() if name in names})

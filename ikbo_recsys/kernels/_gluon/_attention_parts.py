@@ -91,6 +91,12 @@ def read_tile(table_ptr, item, heads):
 
 
 @gluon.jit
+def key_blocks(keys, KEYS: gl.constexpr):
+    """Blocks of an item: at least one, so that items of users without keys need no paths of their own."""
+    return gl.maximum((keys + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
 def row_places(permutation_ptr, rows, valid, seeds, PERMUTED: gl.constexpr):
     """Where packed rows lie among the rows of a contiguous `[B, S, ...]`."""
     if PERMUTED:

@@ -14,28 +14,42 @@ from ikbo_recsys.kernels._gluon._compat import tma_store
 
 @gluon.jit
 def first_softmax(
-    scores, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr
+    scores, block, keys, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, mma: gl.constexpr, operand: gl.constexpr
 ):
-    """Maximum, sum and weights of an item's first block, which is its user's last: the only one with a mask.
+    """Maximum, sum and weights of the block of keys that an item begins with: its user's last, the only one with a
+    mask, unless the item is a part.
 
     A user without keys has no maximum: any finite one makes all weights 0.
     """
-    last = (gl.maximum((keys + KEYS - 1) // KEYS, 1) - 1) * KEYS
-    column = last + gl.arange(0, KEYS, layout=gl.SliceLayout(0, mma))
-    scores = gl.where((column < keys)[None, :], scores, float("-inf"))
-    row_max = gl.max(scores, 1) * qk_scale
-    row_max = gl.where(row_max == float("-inf"), -1.0e30, row_max)
+    scores = mask_scores(scores, block, keys, KEYS, mma)
+    row_max = fresh_maximum(gl.max(scores, 1) * qk_scale)
     weights = gl.exp2(scores * qk_scale - row_max[:, None])
-    # The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are written
-    # here: without them the assembler moves all of this behind the wait for P.V.
-    none = _partial_sums(gl.zeros_like(weights), KEYS)
-    first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
-    whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
-    return row_max, gl.where(first, whole[:, None], none), gl.convert_layout(weights.to(dtype), operand)
+    return row_max, fresh_sums(weights, KEYS), gl.convert_layout(weights.to(dtype), operand)
 
 
 @gluon.jit
-def _partial_sums(weights, KEYS: gl.constexpr):
+def mask_scores(scores, block, keys, KEYS: gl.constexpr, mma: gl.constexpr):
+    column = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, mma))
+    return gl.where((column < keys)[None, :], scores, float("-inf"))
+
+
+@gluon.jit
+def fresh_maximum(seen):
+    return gl.where(seen == float("-inf"), -1.0e30, seen)
+
+
+@gluon.jit
+def fresh_sums(weights, KEYS: gl.constexpr):
+    """The whole sum in the first of the 8 partial ones. Its shuffles also keep the exponentials where they are: without
+    them the assembler moves all of the first softmax behind the wait for P.V."""
+    none = partial_sums(gl.zeros_like(weights), KEYS)
+    first = gl.arange(0, 8, layout=gl.SliceLayout(0, none.type.layout))[None, :] == 0
+    whole = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, none.type.layout))
+    return gl.where(first, whole[:, None], none)
+
+
+@gluon.jit
+def partial_sums(weights, KEYS: gl.constexpr):
     """Sums of every eighth column, `[64, 8]`: each thread's own, so that nothing is shuffled until the end of an
     item."""
     return gl.sum(weights.reshape((64, KEYS // 8, 8)), 1)
@@ -48,7 +62,7 @@ def next_softmax(scores, row_max, row_sum, qk_scale, dtype: gl.constexpr, KEYS: 
     new_max = gl.where(seen > row_max + 8.0, seen, row_max)
     factor = gl.exp2(row_max - new_max)
     weights = gl.exp2(scores * qk_scale - new_max[:, None])
-    part = _partial_sums(weights, KEYS)
+    part = partial_sums(weights, KEYS)
     row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
     return new_max, row_sum, factor, gl.convert_layout(weights.to(dtype), operand)
 

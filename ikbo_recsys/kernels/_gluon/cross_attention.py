@@ -2,8 +2,8 @@
 
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
-A block holds one producer warp and two consumers of 64 rows. It walks the dense tile table of `_triton/schedule.py`
-(128 rows of one user per entry, H items per entry) with a fixed stride:
+A block holds a producer warp (`_attention_producer.py`) and two consumers of 64 rows. It walks the dense tile table of
+`_triton/schedule.py` (128 rows of one user per entry, H items per entry) with a fixed stride:
 - The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that
   only the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
 - The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its
@@ -15,160 +15,37 @@ A block holds one producer warp and two consumers of 64 rows. It walks the dense
 - The running maximum of a row moves only when it is exceeded by 2^8, so the accumulator is almost never rescaled. The
   decision is the row's own, so a row's result does not depend on its neighbours; only skipping the multiplication by 1
   is the warp's.
+- Where the last round would leave many blocks without work, or there is not one round, blocks share tiles:
+  `_attention_shares.py`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ikbo_recsys.kernels._gluon._attention_parts import (
-    advance,
-    gather_item,
-    load_rows,
-    read_tile,
-    rescale,
-    turn_pass,
-    zero_rows,
+from ikbo_recsys.kernels._gluon._attention_parts import advance, key_blocks, read_tile, rescale, turn_pass
+from ikbo_recsys.kernels._gluon._attention_producer import producer
+from ikbo_recsys.kernels._gluon._attention_shares import (
+    announced,
+    blocks_of,
+    hand_on,
+    resumed_softmax,
+    taken_up,
+    turn_of,
+    turn_step,
+    turns,
 )
 from ikbo_recsys.kernels._gluon._attention_softmax import finish, first_softmax, issue, next_softmax
-from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
-
-
-@gluon.jit
-def _load_block(
-    desc, full, empty, bufs, where, row, head, stage, phase, KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr
-):
-    """Fill a stage with KEYS rows of a user's keys or values, from `row` on."""
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), KEYS * D * 2)
-    if JAGGED:
-        tma_load(desc, [0, where + row, head, 0], full.index(stage), bufs.index(stage))
-    else:
-        tma_load(desc, [where, row, head, 0], full.index(stage), bufs.index(stage))
-
-
-@gluon.jit
-def _load_values(
-    desc, full, empty, landed, bufs, where, row, left, head, stage, phase, tail_phase,
-    KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr,
-):  # fmt: skip
-    """`_load_block`, but rows from `left` on become zeros. Returns the phase of `landed`.
-
-    Rows behind the user's last are padding or another user's: their weights are 0, but 0 * NaN is NaN.
-    """
-    if left >= KEYS:
-        _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS, D, JAGGED)
-    else:
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(landed, KEYS * D * 2)
-        if JAGGED:
-            tma_load(desc, [0, where + row, head, 0], landed, bufs.index(stage))
-        else:
-            tma_load(desc, [where, row, head, 0], landed, bufs.index(stage))
-        mbarrier.wait(landed, tail_phase)
-        zero_rows(bufs.index(stage).reshape([KEYS, D]), left, KEYS, D)
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage), count=1)
-        tail_phase ^= 1
-    return tail_phase
-
-
-@gluon.jit
-def _producer(
-    q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
-    places, table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds, stride_qb, stride_qs,
-    stride_qh, stride_uqb, stride_uqs, stride_uqh,
-    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
-    GATHER: gl.constexpr,
-    PERMUTED: gl.constexpr,
-):  # fmt: skip
-    ks = 0
-    kp = 0
-    vs = 0
-    vp = 0
-    qs = 0
-    qp = 0
-    tail_phase = 0
-    # The block of values still owed to the item before.
-    where_v = 0
-    head_v = 0
-    left_v = 0
-    if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
-        if gl.program_id(0) < items:
-            gather_item(
-                table_ptr, gl.program_id(0), heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, 0, 0,
-                seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                D, HEAD_SIZE, PERMUTED,
-            )  # fmt: skip
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, end, where, keys = read_tile(table_ptr, item, heads)
-        head = item % heads
-        kv_head = head // group
-        blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
-        if not GATHER:
-            for i in gl.static_range(2):
-                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
-                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
-                load_rows(
-                    q_desc, None, uq_desc, None, permutation_ptr, row, i * 64, end, head, seeds,
-                    q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i), None,
-                    PERMUTED,
-                )  # fmt: skip
-            qs, qp = advance(qs, qp, 2)
-        _load_block(k_desc, k_full, k_empty, k_bufs, where, (blocks - 1) * KEYS, kv_head, ks, kp, KEYS, D, JAGGED)
-        ks, kp = advance(ks, kp, STAGES)
-        if item > gl.program_id(0):
-            tail_phase = _load_values(
-                v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
-            )
-            vs, vp = advance(vs, vp, STAGES)
-        if GATHER:
-            # These rows were asked for when the last block of the item before was: they are here by now.
-            async_copy.wait_group(0)
-            fence_async_shared()
-            for i in gl.static_range(2):
-                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
-            qs, qp = advance(qs, qp, 2)
-        for j in range(1, blocks):
-            first = (blocks - 1 - j) * KEYS
-            _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
-            tail_phase = _load_values(
-                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp,
-                tail_phase,
-                KEYS, D, JAGGED,
-            )  # fmt: skip
-            ks, kp = advance(ks, kp, STAGES)
-            vs, vp = advance(vs, vp, STAGES)
-        if GATHER:
-            following = item + gl.num_programs(0)
-            if following < items:
-                gather_item(
-                    table_ptr, following, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp,
-                    seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                    D, HEAD_SIZE, PERMUTED,
-                )  # fmt: skip
-        where_v = where + 0
-        head_v = kv_head + 0
-        left_v = keys + 0
-    if gl.program_id(0) < items:
-        _load_values(
-            v_desc, v_full, v_empty, landed, v_bufs, where_v, 0, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
-        )
+from ikbo_recsys.kernels._gluon._compat import wait_for_primary_grid
 
 
 @gluon.jit
 def _consumer(
     WHO: gl.constexpr, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads, seeds,
+    v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr, flags_ptr,
+    qk_scale, heads, seeds,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
-    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = o_desc.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -176,7 +53,8 @@ def _consumer(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     o_buf = o_bufs.index(WHO)
     zero = gl.zeros((64, KEYS), gl.float32, layout=mma)
-    step = gl.num_programs(0)
+    first_turn, end_turn, plan = turns(table_ptr, items, heads, KEYS, SHARES)
+    step = turn_step(SHARES)
     ks = 0
     kp = 0
     vs = 0
@@ -185,8 +63,10 @@ def _consumer(
     qp = 0
     if WHO == 1:
         turn_pass(1)
-    if gl.program_id(0) < items:
-        row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
+    if first_turn < end_turn:
+        item, low, high, unit = turn_of(first_turn, plan, SHARES)
+        row, end, _where, keys = read_tile(table_ptr, item, heads)
+        begin, stop, blocks, masked = blocks_of(keys, low, high, unit, KEYS, SHARES)
         mbarrier.wait(q_full.index(WHO), 0)
         mbarrier.wait(k_full.index(0), 0)
         query = q_bufs.index(WHO).reshape([64, D])
@@ -196,14 +76,21 @@ def _consumer(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(0), count=1)
         ks, kp = advance(ks, kp, STAGES)
-        row_max, row_sum, weights = first_softmax(scores, keys, qk_scale, dtype, KEYS, mma, operand)
-        for item in range(gl.program_id(0), items, step):
-            more = item + step < items
-            next_row, next_end, _w, next_keys = read_tile(table_ptr, gl.where(more, item + step, item), heads)
-            query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+        row_max, row_sum, weights = first_softmax(
+            scores, blocks - 1 - begin, masked, qk_scale, dtype, KEYS, mma, operand
+        )
+        if SHARES == 1:
             out = gl.zeros((64, D), gl.float32, layout=mmo)
-            blocks = gl.maximum((keys + KEYS - 1) // KEYS, 1)
-            for j in range(1, blocks):
+        for turn in range(first_turn, end_turn, step):
+            more = turn + step < end_turn
+            next_item, low, high, unit = turn_of(gl.where(more, turn + step, turn), plan, SHARES)
+            next_row, next_end, _w, next_keys = read_tile(table_ptr, next_item, heads)
+            query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            if SHARES != 1:
+                out = gl.zeros((64, D), gl.float32, layout=mmo)
+            if SHARES == 0:
+                stop = key_blocks(keys, KEYS)
+            for j in range(begin + 1, stop):
                 mbarrier.wait(k_full.index(ks), kp)
                 scores_t, out_t = issue(
                     WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
@@ -216,7 +103,7 @@ def _consumer(
                 )
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
                 # softmax.
-                mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < blocks)
+                mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < stop)
                 out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
                 mbarrier.arrive(v_empty.index(vs), count=1)
                 vs, vp = advance(vs, vp, STAGES)
@@ -227,6 +114,9 @@ def _consumer(
             mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
             qs, qp = advance(qs, qp, 2)
             mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
+            next_begin, next_stop, next_blocks, masked = blocks_of(next_keys, low, high, unit, KEYS, SHARES)
+            if SHARES == 1:
+                next_begin = gl.where(more, announced(begins.index(qs)), 0)
             following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
             scores_t, out_t = issue(
@@ -235,33 +125,60 @@ def _consumer(
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
             ks, kp = advance(ks, kp, STAGES)
-            next_max, next_sum, weights_n = first_softmax(scores, next_keys, qk_scale, dtype, KEYS, mma, operand)
+            if SHARES == 1:
+                next_max, next_sum, factor_n, weights_n = resumed_softmax(
+                    scores, next_blocks - 1 - next_begin, masked, next_begin > 0, state_ptr, qk_scale, dtype, WHO, KEYS,
+                    D, mma, operand,
+                )  # fmt: skip
+            else:
+                next_max, next_sum, weights_n = first_softmax(
+                    scores, next_blocks - 1 - next_begin, masked, qk_scale, dtype, KEYS, mma, operand
+                )
             if not GATHER:
                 tma.store_wait(0)
             # The same barrier to reordering as above.
-            mbarrier.wait(k_full.index(ks), kp, pred=more & (next_keys > KEYS))
+            mbarrier.wait(k_full.index(ks), kp, pred=more & (next_begin + 1 < next_stop))
             out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
             mbarrier.arrive(v_empty.index(vs), count=1)
             vs, vp = advance(vs, vp, STAGES)
-            if uo_desc is None:
+            if SHARES > 1:
+                hand_on(state_ptr, flags_ptr, turn, out, row_max, row_sum, WHO, D, mma, mmo, SHARES)
+            elif SHARES == 1:
+                if stop < key_blocks(keys, KEYS):
+                    hand_on(state_ptr, flags_ptr, gl.program_id(0), out, row_max, row_sum, WHO, D, mma, mmo, SHARES)
+                else:
+                    finish(
+                        o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
+                        turn_of(turn, plan, SHARES)[0] % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED,
+                        STORE_LSE,
+                    )  # fmt: skip
+            elif uo_desc is None:
                 finish(
                     o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
-                    item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
+                    turn_of(turn, plan, SHARES)[0] % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED,
+                    STORE_LSE,
                 )  # fmt: skip
             else:
                 if row < 0:
                     finish(
                         uo_desc, o_buf, uout_ptr, ulse_ptr, permutation_ptr, out, row_max, row_sum, ~row + WHO * 64,
-                        end, item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, False, STORE_LSE,
+                        end, turn_of(turn, plan, SHARES)[0] % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER,
+                        False, STORE_LSE,
                     )  # fmt: skip
                 else:
                     finish(
                         o_desc, o_buf, out_ptr, lse_ptr, permutation_ptr, out, row_max, row_sum, row + WHO * 64, end,
-                        item % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED, STORE_LSE,
+                        turn_of(turn, plan, SHARES)[0] % heads, heads, seeds, mma, mmo, D, HEAD_SIZE, GATHER, PERMUTED,
+                        STORE_LSE,
                     )  # fmt: skip
             row = next_row + 0
             end = next_end + 0
             keys = next_keys + 0
+            if SHARES == 1:
+                out = taken_up(state_ptr, next_begin > 0, factor_n, WHO, D, mmo)
+            if SHARES > 0:
+                begin = next_begin + 0
+                stop = next_stop + 0
             row_max = next_max
             row_sum = next_sum
             weights = weights_n
@@ -271,14 +188,14 @@ def _consumer(
 
 @gluon.jit
 def _attention(
-    q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, table_ptr,
-    permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
-    stride_uqs, stride_uqh,
+    q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, state_ptr,
+    flags_ptr, table_ptr, permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
+    stride_uqb, stride_uqs, stride_uqh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
-    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The body of both kernels."""
+    """The body of all forms."""
     dtype: gl.constexpr = k_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
     o_bufs = gl.allocate_shared_memory(dtype, [2, 64, 1, D], o_desc.layout)
@@ -293,6 +210,9 @@ def _attention(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
     places = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    begins = places
+    if SHARES == 1:
+        begins = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mbarrier.init(landed, count=1)
     for i in gl.static_range(4):
         mbarrier.init(q_full.index(i), count=1)
@@ -311,28 +231,28 @@ def _attention(
                 _consumer,
                 (
                     0, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads,
-                    seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
+                    v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr,
+                    flags_ptr, qk_scale, heads, seeds,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES,
                 ),
             ),
             (
                 _consumer,
                 (
                     1, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, qk_scale, heads,
-                    seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE,
+                    v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr,
+                    flags_ptr, qk_scale, heads, seeds,
+                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES,
                 ),
             ),
             (
-                _producer,
+                producer,
                 (
                     q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, landed, places,
+                    v_empty, landed, places, begins, flags_ptr,
                     table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds, stride_qb,
                     stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                    KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED,
+                    KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, SHARES,
                 ),
             ),
         ],
@@ -364,9 +284,30 @@ def attention_forward(
     as zeros.
     """
     _attention(
-        q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, table_ptr,
+        q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, None, None, table_ptr,
         permutation_ptr, qk_scale, heads, group, seeds, None, stride_qb, stride_qs, stride_qh, None, None, None,
-        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def attention_forward_shared(
+    q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, state_ptr, flags_ptr, table_ptr, permutation_ptr, qk_scale,
+    heads, group, seeds, stride_qb, stride_qs, stride_qh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`attention_forward` where thread blocks share tiles, in one of the two ways of `_attention_shares.py`.
+
+    State is fp32 `[slots, 2, 64 * (D + 9)]`: with SHARES 1 there is a slot for each thread block, and a flag, 0 before
+    the launch; else one for each part of each item, no flags, and nothing is written to out and lse.
+    """
+    _attention(
+        q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, state_ptr, flags_ptr,
+        table_ptr, permutation_ptr, qk_scale, heads, group, seeds, None, stride_qb, stride_qs, stride_qh, None, None,
+        None,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, SHARES, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -385,8 +326,8 @@ def attention_forward_both(
     are copied one by one as well.
     """
     _attention(
-        q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr,
-        table_ptr, permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
+        q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, None,
+        None, table_ptr, permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
         stride_uqb, stride_uqs, stride_uqh,
-        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

@@ -1,0 +1,146 @@
+"""The producer warp of the Hopper attention forward kernel: query rows, keys and values into shared memory. Device code
+only.
+
+Letters: D head size, KEYS keys of a block.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from ikbo_recsys.kernels._gluon._attention_parts import advance, gather_item, load_rows, read_tile, zero_rows
+from ikbo_recsys.kernels._gluon._attention_shares import announce, blocks_of, turn_of, turn_step, turns
+from ikbo_recsys.kernels._gluon._compat import tma_load
+
+
+@gluon.jit
+def _load_block(
+    desc, full, empty, bufs, where, row, head, stage, phase, KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr
+):
+    """Fill a stage with KEYS rows of a user's keys or values, from `row` on."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), KEYS * D * 2)
+    if JAGGED:
+        tma_load(desc, [0, where + row, head, 0], full.index(stage), bufs.index(stage))
+    else:
+        tma_load(desc, [where, row, head, 0], full.index(stage), bufs.index(stage))
+
+
+@gluon.jit
+def _load_values(
+    desc, full, empty, landed, bufs, where, row, left, head, stage, phase, tail_phase,
+    KEYS: gl.constexpr, D: gl.constexpr, JAGGED: gl.constexpr,
+):  # fmt: skip
+    """`_load_block`, but rows from `left` on become zeros. Returns the phase of `landed`.
+
+    Rows behind the user's last are padding or another user's: their weights are 0, but 0 * NaN is NaN.
+    """
+    if left >= KEYS:
+        _load_block(desc, full, empty, bufs, where, row, head, stage, phase, KEYS, D, JAGGED)
+    else:
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(landed, KEYS * D * 2)
+        if JAGGED:
+            tma_load(desc, [0, where + row, head, 0], landed, bufs.index(stage))
+        else:
+            tma_load(desc, [where, row, head, 0], landed, bufs.index(stage))
+        mbarrier.wait(landed, tail_phase)
+        zero_rows(bufs.index(stage).reshape([KEYS, D]), left, KEYS, D)
+        fence_async_shared()
+        mbarrier.arrive(full.index(stage), count=1)
+        tail_phase ^= 1
+    return tail_phase
+
+
+@gluon.jit
+def producer(
+    q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, landed,
+    places, begins, flags_ptr, table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds,
+    stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
+    KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, SHARES: gl.constexpr,
+):  # fmt: skip
+    ks = 0
+    kp = 0
+    vs = 0
+    vp = 0
+    qs = 0
+    qp = 0
+    tail_phase = 0
+    # The block of values still owed to the item before.
+    where_v = 0
+    row_v = 0
+    head_v = 0
+    left_v = 0
+    first_turn, end_turn, plan = turns(table_ptr, items, heads, KEYS, SHARES)
+    if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
+        if first_turn < end_turn:
+            gather_item(
+                table_ptr, turn_of(first_turn, plan, SHARES)[0], heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places,
+                q_empty, 0, 0, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
+                D, HEAD_SIZE, PERMUTED,
+            )  # fmt: skip
+    for turn in range(first_turn, end_turn, turn_step(SHARES)):
+        item, low, high, unit = turn_of(turn, plan, SHARES)
+        row, end, where, keys = read_tile(table_ptr, item, heads)
+        head = item % heads
+        kv_head = head // group
+        begin, stop, blocks, _ = blocks_of(keys, low, high, unit, KEYS, SHARES)
+        if SHARES == 1:
+            for i in gl.static_range(2):
+                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+            begin = announce(flags_ptr, begins.index(qs), begin)
+        if not GATHER:
+            for i in gl.static_range(2):
+                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
+                load_rows(
+                    q_desc, None, uq_desc, None, permutation_ptr, row, i * 64, end, head, seeds,
+                    q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i), None,
+                    PERMUTED,
+                )  # fmt: skip
+            qs, qp = advance(qs, qp, 2)
+        begins_at = (blocks - 1 - begin) * KEYS
+        _load_block(k_desc, k_full, k_empty, k_bufs, where, begins_at, kv_head, ks, kp, KEYS, D, JAGGED)
+        ks, kp = advance(ks, kp, STAGES)
+        if turn > first_turn:
+            tail_phase = _load_values(
+                v_desc, v_full, v_empty, landed, v_bufs, where_v, row_v, left_v, head_v, vs, vp, tail_phase,
+                KEYS, D, JAGGED,
+            )  # fmt: skip
+            vs, vp = advance(vs, vp, STAGES)
+        if GATHER:
+            # These rows were asked for when the last block of the item before was: they are here by now.
+            async_copy.wait_group(0)
+            fence_async_shared()
+            for i in gl.static_range(2):
+                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
+            qs, qp = advance(qs, qp, 2)
+        for j in range(begin + 1, stop):
+            first = (blocks - 1 - j) * KEYS
+            _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
+            tail_phase = _load_values(
+                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp,
+                tail_phase,
+                KEYS, D, JAGGED,
+            )  # fmt: skip
+            ks, kp = advance(ks, kp, STAGES)
+            vs, vp = advance(vs, vp, STAGES)
+        if GATHER:
+            following = turn + turn_step(SHARES)
+            if following < end_turn:
+                following = turn_of(following, plan, SHARES)[0]
+                gather_item(
+                    table_ptr, following, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp, seeds,
+                    user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
+                    D, HEAD_SIZE, PERMUTED,
+                )  # fmt: skip
+        where_v = where + 0
+        head_v = kv_head + 0
+        if SHARES > 0:
+            row_v = (blocks - stop) * KEYS
+        left_v = keys - row_v
+    if first_turn < end_turn:
+        _load_values(
+            v_desc, v_full, v_empty, landed, v_bufs, where_v, row_v, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
+        )
