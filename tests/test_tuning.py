@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ikbo_recsys.kernels import _plan, _tuning, compression_linear
+from ikbo_recsys.kernels import _plan, _tuning, compression_linear, cross_attention, use_backend
 from tests import standin
 from tests.standin import StandIn, inside, outside
 from tests.test_repeated_launches import make_index
@@ -99,3 +99,25 @@ def test_not_while_a_graph_is_captured(gpu: StandIn, timed: list[int], monkeypat
     monkeypatch.setattr(gpu, "is_capturing", True)
     _plan.forget()
     assert tail_blocks(gpu, call(gpu)) == 19
+
+
+@inside
+def test_attention_shares_tiles_where_that_is_faster(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last round of which little is to be done: whole tiles by default, what is measured to be faster when asked."""
+    query, key = gpu.randn(400, 64, 2, 64), gpu.randn(1, 4096, 2, 64)
+    index = make_index(gpu, 1, 400)
+    times = iter([2.0, 1.0, 1.0, 2.0])
+    monkeypatch.setattr(_tuning, "milliseconds", lambda run: run() and next(times))
+
+    def kernels() -> list[str]:
+        _plan.forget()
+        monkeypatch.setattr(_tuning, "_chosen", {})
+        with use_backend("gluon"), torch.no_grad():
+            cross_attention(query, key, key, index)
+            return [launch.kernel for launch in gpu.launches(lambda: cross_attention(query, key, key, index))]
+
+    assert kernels() == ["attention_forward"]
+    monkeypatch.setenv("IKBO_TUNE", "1")
+    assert kernels() == ["attention_forward_shared"]
+    assert kernels() == ["attention_forward"], "the shared form took longer"
+    assert not list(times)

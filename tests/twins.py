@@ -71,7 +71,7 @@ def _scores(query: Tensor, key: Tensor, to_user: Tensor, scale: float | None) ->
 
 
 def _valid(key: Tensor, to_user: Tensor, lengths: Tensor) -> Tensor:
-    return (torch.arange(key.shape[1]) < lengths[to_user][:, None])[:, None, None, :]
+    return (torch.arange(key.shape[1], device=lengths.device) < lengths[to_user][:, None])[:, None, None, :]
 
 
 class CompressionTwin(nn.Linear):

@@ -5,6 +5,7 @@ Shape letters as in `_attention_launch.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ikbo_recsys.kernels import _attention_shares, _tuning
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
 from ikbo_recsys.kernels._attention_shares import (
     LAST_ROUND,
@@ -19,7 +21,6 @@ from ikbo_recsys.kernels._attention_shares import (
     WHOLE,
     Merge,
     new_flags,
-    shares,
     slots,
     state,
 )
@@ -189,10 +190,27 @@ def forward_launch(
     )
 
 
-class Forward:
-    """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses."""
+def shares(problem: Problem, padded: int) -> int:
+    """SHARES of a call: WHOLE, or what the rule predicts to be faster where measuring was asked for and agrees."""
+    predicted = _attention_shares.shares(problem, padded)
+    options = [WHOLE] if predicted == WHOLE else [WHOLE, predicted]
+    query, layout = problem.query, problem.layout
+    shape = (query.shape, problem.key.shape, problem.num_users, layout, query.dtype, query.get_device())
 
-    def __init__(self, problem: Problem, store_lse: bool) -> None:
+    def run(option: int) -> Any:
+        return functools.partial(Forward(problem, False, option), problem)
+
+    with device_guard(query):
+        return _tuning.fastest("cross_attention", shape, options, run)
+
+
+class Forward:
+    """The forward launch for problems that differ from `problem` in nothing but their tensors' addresses.
+
+    `way` is a value of SHARES; None asks `shares`.
+    """
+
+    def __init__(self, problem: Problem, store_lse: bool, way: int | None = None) -> None:
         from ikbo_recsys.kernels._gluon.cross_attention import attention_forward, attention_forward_shared
 
         query = problem.query
@@ -212,7 +230,7 @@ class Forward:
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
         )
-        self._padded, self._shares = padded, shares(problem, padded)
+        self._padded, self._shares = padded, shares(problem, padded) if way is None else way
         kernel = attention_forward if self._shares == WHOLE else attention_forward_shared
         self._launch = forward_launch(kernel, problem, padded, adjacent, store_lse, self._shares)
         self._merge = Merge(problem, padded, self._shares, store_lse) if self._shares > LAST_ROUND else None

@@ -1,4 +1,4 @@
-"""Which calls of the Hopper attention forward kernel share tiles between thread blocks, and what that takes.
+"""Which calls of the Hopper attention forward kernel could gain by sharing tiles between thread blocks, and how.
 
 The ways are those of `_gluon/_attention_shares.py`. The choice is made from shapes alone, as if every user had the same
 number of candidates and as many history rows as there are on average, or at most: how many there are is known to the
@@ -74,7 +74,7 @@ def saved_by_last_round(num_items: int, blocks: int, padded: int, processors: in
 
 
 def shares(problem: Problem, padded: int) -> int:
-    """SHARES of a call: WHOLE, LAST_ROUND, or a number of parts. Rows of the users' own have no such form."""
+    """What is predicted to be fastest: WHOLE, LAST_ROUND, or a number of parts; WHOLE with rows of the users' own."""
     if problem.user_query is not None:
         return WHOLE
     num_items, blocks = items(problem), key_blocks(problem)
