@@ -26,10 +26,8 @@ SHARED_MEMORY = 226 << 10
 WEIGHT_BYTES = ROWS * STEP * 2
 TAIL_UNIT = 1.13
 """A tail block's unit takes so many times as long as a pair's: as many products, and the rows of two candidates come
-from L2 for them. With 21 tail blocks of 132 at 7 row tiles, which follow from it, D = 128 and D = 256 took least and
-D = 64 3% more than that, of 20 to 27 tail blocks (H200, `python -m benchmarks.run` with IKBO_TUNE=1 shows it)."""
-
-
+from L2 for them. At 7 row tiles and 132 blocks it gives 21 tail blocks. Least time took, of 20 to 25, 21 at D = 256 and
+20 at D = 128, and of 15 to 21, 21 at D = 64 (H200, Kc = 866; `IKBO_TUNE=1` measures a call's own shape)."""
 MANY_TILES = 8
 """Of the user's part, for each multiprocessor: with more, its kernel is bound by L2 and not by its number of blocks."""
 

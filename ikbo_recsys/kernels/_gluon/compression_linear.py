@@ -1,10 +1,10 @@
 """Linear compression for Hopper in Gluon, the second of two launches: `compression_user.py` makes the user's part.
 
 `candidate_kernel` computes `out[b] = weight_cand @ cand[b] + user_part[index[b]]`. Its blocks are persistent: two
-consumers of 64 rows each, which share every block of `cand`, and a producer. What bounds it is the traffic from L2, so
-a block keeps its rows of the weight for life and some of their columns in shared memory. Where the number of row tiles
-is odd, the last one is a *tail*: some blocks do only tails, of two candidates at a time, with the weight's 64 rows in
-shared memory.
+consumers of 64 rows each, which share every block of `cand`, and a producer. To read less from L2, a block keeps its
+rows of the weight for life and as many of their columns as there is room for in shared memory. Where the number of row
+tiles is odd, the last one is a *tail*: some blocks do only tails, of two candidates at a time, with the weight's 64
+rows in shared memory.
 
 The tensor cores do not wait for a tile to be stored: a consumer rounds it, which takes half the registers of the
 accumulators, and stores it under the first products of the next tile. The user's part of that one is loaded under the
