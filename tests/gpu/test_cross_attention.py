@@ -112,6 +112,25 @@ def test_against_fp64(path: str, layout: str, grouped: bool, seeds: int, dtype: 
     Call(5, 37, seeds, 301, (4, 2), 128, dtype=dtype, layout=layout, grouped=grouped).check()
 
 
+def test_the_kernel_waits_for_its_tile_table(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin before the table is complete, whose memory holds that of the call before. Elsewhere in these tests
+    memory is filled between the two, by a kernel that ends before the second begins."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    call = Call(5, 37, 64, 301, (4, 2), 128, layout="lengths")
+    ids = [torch.randint(0, 5, (37,), device="cuda").sort()[0] for _ in range(5)]
+    busy = torch.zeros(8192, 8192, device="cuda", dtype=FP16)
+    for _ in range(3):  # the last time nothing is compiled, and no memory is new
+        indices = [CandidateIndex.from_user_ids(x.clone(), 5, grouped=True) for x in ids]
+        torch.cuda.synchronize()
+        _ = busy @ busy  # meanwhile all calls are queued, and follow each other without a gap
+        results = [
+            kernels.cross_attention(call.query, call.key, call.value, index, **call.options) for index in indices
+        ]
+    for to_user, result in zip(ids, results, strict=True):
+        exact = _twin(*(x.double() for x in (call.query, *call.padded)), to_user, call.lengths)
+        assert relative_error(result, exact) < 1e-3
+
+
 @pytest.mark.parametrize("size", [8, 24, 48, 64, 96, 128])
 def test_head_sizes(path: str, size: int) -> None:
     Call(4, 50, 8, 130, (3, 3), size, layout="jagged", index_dtype=torch.int32).check()
