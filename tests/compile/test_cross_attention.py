@@ -198,8 +198,10 @@ QUICK = ("sm_90", False, "bf16", 128)
 
 def _portable_cases() -> list[Any]:
     """Target, limit, whether tiles are halved, dtype, head size, and whether candidates are permuted."""
-    cases = [(target, limit, False, permuted) for target, limit in ROOMY.items() for permuted in (False, True)]
+    cases = [(target, limit, False, False) for target, limit in ROOMY.items()]
     cases += [(target, limit, True, False) for target, limit in CRAMPED.items()]
+    # A permutation takes less memory, where it makes a difference at all.
+    cases += [("sm_90", ROOMY["sm_90"], False, True)]
     return [
         pytest.param(
             target,
@@ -229,7 +231,7 @@ def test_portable(
         **{"BLOCK_D": 1 << (head_size - 1).bit_length(), "PRECISION": "ieee"},
     }
     for kernel, table, more in _portable_kernels(dtype != "fp32", both):
-        rows = (16, 32, 64, 4096) if target == "sm_90" else (4096,)
+        rows = (16, 32, 64, 4096) if target == "sm_90" and not permuted else (4096,)
         for tile in {pick(table, head_size=head_size, user_rows=each) for each in rows}:
             tile = tile.halved() if is_cramped else tile
             constexprs = {**common, **more, "ROWS": tile.rows, "KEYS": tile.keys}
