@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _compression_hopper, _compression_portable, _outer_sum_hopper
-from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, transposed
+from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, transposed
 from ikbo_recsys.kernels._launch import TMA_ALIGNMENT
 from ikbo_recsys.kernels._segment_launch import SegmentSum, grouping, rows_of
 
@@ -49,7 +49,7 @@ class Backward:
     ) -> list[Tensor | None]:
         """The gradients of user, cand, weight and bias, None where not asked for."""
         grads: list[Tensor | None] = [None, None, None, None]
-        weight_user, weight_cand = aligned_parts(weight_MK, user_UKD.shape[1])
+        weight_user, weight_cand = weight_MK.split((user_UKD.shape[1], cand_BKD.shape[1]), 1)
         grad_user_UMD = grad_BMD
         if self._needs_user or self._needs_weight or self._needs_bias:
             grad_user_UMD = self._per_user(grad_BMD, to_user, offsets)
@@ -57,9 +57,9 @@ class Backward:
                 grads[3] = grad_user_UMD.sum((0, 2)).to(self._dtype)
                 grad_user_UMD = grad_user_UMD.to(self._dtype)
         if self._needs_user:
-            grads[0] = self._of_input(0, weight_user[:, : user_UKD.shape[1]], grad_user_UMD)
+            grads[0] = self._of_input(0, weight_user, grad_user_UMD)
         if self._needs_cand:
-            grads[1] = self._of_input(1, weight_cand[:, : cand_BKD.shape[1]], grad_BMD)
+            grads[1] = self._of_input(1, weight_cand, grad_BMD)
         if self._needs_weight:
             pairs = ((grad_user_UMD, user_UKD), (grad_BMD, cand_BKD))
             if self._outer_sums is None:

@@ -53,7 +53,7 @@ def candidate_sizes(features: int, row_tiles: int, cols: int) -> CandidateSizes:
     steps, stages = cdiv(features, STEP), STAGES[cols]
     # A product takes 16 features at a time.
     last = 16 if 0 < features % STEP <= 16 else STEP
-    most = (SHARED_MEMORY - stages * STEP * cols * 2 - 2 * ROWS * min(64, cols // 2) * 2) // WEIGHT_BYTES
+    most = (SHARED_MEMORY - stages * STEP * cols * 2 - 2 * ROWS * part_columns(cols) * 2) // WEIGHT_BYTES
 
     def ring(resident: int) -> int:
         """Of any `stages` steps in a row, how many are not among the resident ones."""
@@ -98,6 +98,18 @@ def columns(size: int) -> int:
     return 256 if size > 128 else 128 if size > 64 else 64
 
 
+def part_columns(cols: int) -> int:
+    """Columns of a tile that are stored or loaded at a time."""
+    return min(64, cols // 2)
+
+
+def part_shape(weight_MK: Tensor, user_UKD: Tensor) -> tuple[int, int]:
+    """Of the user's part in fragment order: its tiles, and the pairs of columns in one."""
+    num_users, _, size = user_UKD.shape
+    cols = columns(size)
+    return num_users * cdiv(weight_MK.shape[0], ROWS) * cdiv(size, cols), ROWS * cols // 2
+
+
 def type_refusal(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot take a dtype, or None."""
     if dtype in (torch.float16, torch.bfloat16):
@@ -130,17 +142,16 @@ class UserPart:
     def __init__(self, weight_MK: Tensor, user_UKD: Tensor, bias_M: Tensor | None) -> None:
         from ikbo_recsys.kernels._gluon.compression_user import user_part_kernel
 
-        num_users, features, size = user_UKD.shape
+        _, features, size = user_UKD.shape
         num_m, cols = weight_MK.shape[0], columns(size)
-        row_tiles, col_tiles = cdiv(num_m, ROWS), cdiv(size, cols)
-        tiles = num_users * row_tiles * col_tiles
-        self._device, self._shape = user_UKD.device, (tiles, ROWS * cols // 2)
+        self._device, self._shape = user_UKD.device, part_shape(weight_MK, user_UKD)
+        tiles = self._shape[0]
         # M is specialized on as Triton does: whether it is 1 or divisible by 16.
         facts = (bias_M is None or bias_M.data_ptr() % 16 == 0, num_m == 1, num_m % 16 == 0)
         key = (user_UKD.dtype, user_UKD.get_device(), cols, *facts)
         constants = {
-            "ROW_TILES": row_tiles,
-            "COL_TILES": col_tiles,
+            "ROW_TILES": cdiv(num_m, ROWS),
+            "COL_TILES": cdiv(size, cols),
             "STEPS": cdiv(features, USER_STEP),
             "STAGES": USER_STAGES,
             "HAS_BIAS": bias_M is not None,
@@ -197,10 +208,7 @@ class ManyUsers:
     """`UserPart` by `candidate_kernel`."""
 
     def __init__(self, weight_MK: Tensor, user_UKD: Tensor, bias_M: Tensor | None) -> None:
-        num_users, _, size = user_UKD.shape
-        cols = columns(size)
-        tiles = num_users * cdiv(weight_MK.shape[0], ROWS) * cdiv(size, cols)
-        self._device, self._shape = user_UKD.device, (tiles, ROWS * cols // 2)
+        self._device, self._shape = user_UKD.device, part_shape(weight_MK, user_UKD)
         self._numbers, self._layouts, self._launch = _product(weight_MK, user_UKD, is_user=True, bias_M=bias_M)
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,7 +247,7 @@ def _product(
         "STAGES": STAGES[cols],
         **{name.upper(): number for name, number in sizes._asdict().items()},
     }
-    box = (1, ROWS, min(64, cols // 2))
+    box = (1, ROWS, part_columns(cols))
     out = TensorLayout.of(x_BKD, box) if is_user else TensorLayout((batch, num_m, size), (num_m * size, size, 1), box)
     layouts = (TensorLayout.of(weight_MK, (ROWS, STEP)), TensorLayout.of(x_BKD, (1, STEP, cols)), out)
     key = (x_BKD.dtype, x_BKD.get_device(), cols, None if to_user_B is None else to_user_B.dtype)
@@ -263,9 +271,7 @@ class Forward:
         bias: Tensor | None,
         choice: Choice,
     ) -> None:
-        num_m, cols = weights[0].shape[0], columns(user.shape[2])
-        tiles = user.shape[0] * cdiv(num_m, ROWS) * cdiv(user.shape[2], cols)
-        many = tiles > MANY_TILES * multiprocessors(user.device)
+        many = part_shape(weights[0], user)[0] > MANY_TILES * multiprocessors(user.device)
         self._user = (ManyUsers if many else UserPart)(weights[0], user, bias)
         self._cand = CandidatePart(weights[1], cand, user.shape[0], to_user, choice.more_tails)
 
