@@ -91,8 +91,7 @@ def batch_sizes(case: ModelCase, optimized: Optimized, users: int, candidates: i
 @pytest.mark.parametrize("case", CASES)
 def test_same_gradients(case: ModelCase) -> None:
     """In training mode: batch norm takes its statistics, dropout is zero."""
-    torch.manual_seed(1)
-    model = case.build().train()
+    model = case.make().train()
     args, _, full = case.batch(3, 24)
     optimized = optimize(model, full if case.caller else args, **case.options())
     module = optimized.module()
