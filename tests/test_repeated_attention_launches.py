@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import _attention_hopper, _attention_shares, _plan, cross_attention, explain, use_backend
+from ikbo_recsys.kernels import _plan, cross_attention, explain, use_backend
 from tests import standin
 from tests.standin import StandIn, inside, outside
 from tests.test_repeated_launches import Call, check, make_index, train
@@ -82,9 +82,8 @@ def test_layouts(gpu: StandIn, path: str, seeds: int, dtype: torch.dtype) -> Non
 
 
 @inside
-def test_shared_tiles(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_tiles(gpu: StandIn) -> None:
     """Few tiles over long histories, and a last round of which little is to be done, as the rule has it."""
-    monkeypatch.setattr(_attention_hopper, "shares", _attention_shares.shares)
     calls: dict[str, Call] = {}
     for name, batch, grouped in (("parts", 8, True), ("parts, shuffled", 8, False), ("last round", 400, True)):
         query, key, value = (gpu.randn(*shape) for shape in ((batch, 64, 2, 64), (1, 4096, 2, 64), (1, 4096, 2, 64)))

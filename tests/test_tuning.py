@@ -103,21 +103,30 @@ def test_not_while_a_graph_is_captured(gpu: StandIn, timed: list[int], monkeypat
 
 @inside
 def test_attention_shares_tiles_where_that_is_faster(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last round of which little is to be done: whole tiles by default, what is measured to be faster when asked."""
-    query, key = gpu.randn(400, 64, 2, 64), gpu.randn(1, 4096, 2, 64)
-    index = make_index(gpu, 1, 400)
-    times = iter([2.0, 1.0, 1.0, 2.0])
-    monkeypatch.setattr(_tuning, "milliseconds", lambda run: run() and next(times))
+    """The way that the rule has, or what is measured to be faster when asked."""
+    calls = {
+        # A last round of which little is to be done; parts; and parts that are predicted to gain too little.
+        "round": (gpu.randn(400, 64, 2, 64), gpu.randn(1, 4096, 2, 64), make_index(gpu, 1, 400)),
+        "parts": (gpu.randn(8, 64, 2, 64), gpu.randn(1, 8192, 2, 64), make_index(gpu, 1, 8)),
+        "few": (gpu.randn(8, 64, 2, 64), gpu.randn(1, 2048, 2, 64), make_index(gpu, 1, 8)),
+    }
+    times: list[float] = []
+    monkeypatch.setattr(_tuning, "milliseconds", lambda run: run() and times.pop(0))
+    whole, shared = ["attention_forward"], ["attention_forward_shared"]
+    parts = [*shared, "merge_parts"]
 
-    def kernels() -> list[str]:
+    def kernels(name: str, *measured: float) -> list[str]:
+        """What a call launches, where its ways take this long: the default first."""
+        query, key, index = calls[name]
+        times[:] = measured
         _plan.forget()
         monkeypatch.setattr(_tuning, "_chosen", {})
         with use_backend("gluon"), torch.no_grad():
             cross_attention(query, key, key, index)
+            assert not times
             return [launch.kernel for launch in gpu.launches(lambda: cross_attention(query, key, key, index))]
 
-    assert kernels() == ["attention_forward"]
+    assert [kernels(name) for name in calls] == [shared, parts, whole]
     monkeypatch.setenv("IKBO_TUNE", "1")
-    assert kernels() == ["attention_forward_shared"]
-    assert kernels() == ["attention_forward"], "the shared form took longer"
-    assert not list(times)
+    assert [kernels(name, 1.0, 2.0) for name in calls] == [shared, parts, whole]
+    assert [kernels(name, 2.0, 1.0) for name in calls] == [whole, whole, parts]

@@ -17,6 +17,7 @@ from ikbo_recsys.kernels import _attention_shares, _tuning
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
 from ikbo_recsys.kernels._attention_shares import (
     LAST_ROUND,
+    LEAST_MEASURED,
     TILE_ROWS,
     WHOLE,
     Merge,
@@ -191,9 +192,10 @@ def forward_launch(
 
 
 def shares(problem: Problem, padded: int) -> int:
-    """SHARES of a call: WHOLE, or what the rule predicts to be faster where measuring was asked for and agrees."""
-    predicted = _attention_shares.shares(problem, padded)
-    options = [WHOLE] if predicted == WHOLE else [WHOLE, predicted]
+    """SHARES of a call: what the rule predicts to be faster, or what is, where measuring was asked for."""
+    default = _attention_shares.shares(problem, padded)
+    other, saved, _ = _attention_shares.predicted(problem, padded)
+    options = [default] if saved < LEAST_MEASURED else [default, *({WHOLE, other} - {default})]
     query, layout = problem.query, problem.layout
     shape = (query.shape, problem.key.shape, problem.num_users, layout, query.dtype, query.get_device())
 

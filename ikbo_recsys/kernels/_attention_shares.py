@@ -1,4 +1,4 @@
-"""Which calls of the Hopper attention forward kernel could gain by sharing tiles between thread blocks, and how.
+"""Which calls of the Hopper attention forward kernel gain by sharing tiles between thread blocks, and how.
 
 The ways are those of `_gluon/_attention_shares.py`. The choice is made from shapes alone, as if every user had the same
 number of candidates and as many history rows as there are on average, or at most: how many there are is known to the
@@ -27,10 +27,17 @@ WHOLE, LAST_ROUND = 0, 1
 # A block of 128 keys for 128 rows, by padded head size: at 600 TFLOP/s of 132 multiprocessors; with 64 columns the
 # exponentials count.
 _BLOCK_MICROSECONDS = {64: 1.3, 128: 1.85}
+# The shared form's main loop is slower than the whole one's by about this, in every round.
+_SLOWER = 0.05
+# Whole rounds before the last one: measured gains are at 1 and 2, losses at 15, where the loop's slowness adds up, and
+# where power sets the clock, so that what idles in the last round lets the others run faster.
+_MOST_ROUNDS = 3
 # Predicted savings below these are not worth it: flags are zeroed by a launch, accumulators written and read; with
-# parts, by a second kernel.
-_LEAST_SAVED_LAST_ROUND = 10.0
-_LEAST_SAVED_PARTS = 12.0
+# parts, by a second kernel. Both take the host 20 microseconds more. H200: with 25 and 22 predicted the last round
+# saved 17 and 12; with 26 predicted parts lost 12, with 44 they saved 9.
+_LEAST_SAVED = {"last round": 20.0, "parts": 35.0}
+LEAST_MEASURED = 10.0
+"""Predicted savings from which a way is worth timing, where that is asked for."""
 _MOST_PIECES = 4
 MOST_PARTS = 32
 _FILLED = 128
@@ -49,40 +56,43 @@ def key_blocks(problem: Problem) -> int:
     return max(cdiv(rows, BLOCK_KEYS), 1)
 
 
-def parts(num_items: int, blocks: int, padded: int) -> int:
-    """Into how many parts each item is cut: 1 unless there are so few items that most of a GPU would be idle.
+def parts(num_items: int, blocks: int) -> int:
+    """Into how many parts each item can be cut: 1 unless there are so few items that most of a GPU would be idle.
 
     The parts' sums are rounded one by one, so this is seen in the last bits of a result. It follows from the shapes of
     a call, not from the device nor from anything that differs between a user's candidates: a permutation of them
     permutes the result.
     """
-    most = min(_FILLED // num_items, blocks // 2, MOST_PARTS)
-    if most < 2:
-        return 1
-    saved = (blocks - cdiv(blocks, most)) * _BLOCK_MICROSECONDS[padded]
-    return most if saved >= _LEAST_SAVED_PARTS else 1
+    return max(min(_FILLED // num_items, blocks // 2, MOST_PARTS), 1)
 
 
 def saved_by_last_round(num_items: int, blocks: int, padded: int, processors: int) -> float:
-    """Microseconds that the last round takes less when all thread blocks share it, as the kernel cuts it."""
+    """Microseconds that a launch takes less when all thread blocks share its last round, as the kernel cuts it."""
     rounds, rest = divmod(num_items, processors)
-    if rest == 0 or rounds == 0:
+    if rest == 0 or not 0 < rounds <= _MOST_ROUNDS:
         return 0.0
     pieces = min(processors // rest, rounds + 1, _MOST_PIECES)
     share = rest / processors if 2 * rest > processors and rounds > 1 else 1 / pieces
-    return (1 - share) * blocks * _BLOCK_MICROSECONDS[padded]
+    return (1 - share - _SLOWER * num_items / processors) * blocks * _BLOCK_MICROSECONDS[padded]
+
+
+def predicted(problem: Problem, padded: int) -> tuple[int, float, float]:
+    """`(way, saved, least)`: LAST_ROUND or a number of parts, how many microseconds less than WHOLE it should take, and
+    from how many on it is taken."""
+    if problem.user_query is not None:
+        return WHOLE, 0.0, 0.0
+    num_items, blocks = items(problem), key_blocks(problem)
+    cut = parts(num_items, blocks)
+    if cut > 1:
+        return cut, (blocks - cdiv(blocks, cut)) * _BLOCK_MICROSECONDS[padded], _LEAST_SAVED["parts"]
+    saved = saved_by_last_round(num_items, blocks, padded, multiprocessors(problem.query.device))
+    return LAST_ROUND, saved, _LEAST_SAVED["last round"]
 
 
 def shares(problem: Problem, padded: int) -> int:
-    """What is predicted to be fastest: WHOLE, LAST_ROUND, or a number of parts; WHOLE with rows of the users' own."""
-    if problem.user_query is not None:
-        return WHOLE
-    num_items, blocks = items(problem), key_blocks(problem)
-    cut = parts(num_items, blocks, padded)
-    if cut > 1:
-        return cut
-    saved = saved_by_last_round(num_items, blocks, padded, multiprocessors(problem.query.device))
-    return LAST_ROUND if saved >= _LEAST_SAVED_LAST_ROUND else WHOLE
+    """What is taken: WHOLE, LAST_ROUND, or a number of parts; WHOLE with rows of the users' own."""
+    way, saved, least = predicted(problem, padded)
+    return way if saved >= least else WHOLE
 
 
 def slots(problem: Problem) -> int:
