@@ -7,6 +7,7 @@ remembered. Both must launch the same kernels with the same arguments, byte for 
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import threading
 import weakref
@@ -532,6 +533,37 @@ def test_a_profiler_sees_repeated_launches(gpu: StandIn) -> None:
     assert seen == ["user_part_kernel", "candidate_kernel"]
     assert gpu.launches(call) == expected
     assert len(seen) == 2
+
+
+@inside
+@pytest.mark.parametrize("change", ["no wrapper", "another order", "in Python", "scratch memory"])
+def test_another_launcher(gpu: StandIn, change: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """What lies between a compiled kernel and Triton's function in C is left out only where it is the one known."""
+    from triton.backends.nvidia import driver
+
+    user, cand, weight = make(gpu, torch.float16)
+    index = make_index(gpu, 9, 40)
+    call = lambda: compression_linear(user, cand, weight, index)  # noqa: E731
+    expected = first(gpu, call)
+    caplog.set_level(logging.DEBUG, "ikbo_recsys")
+    assert [gpu.launches(call) for _ in range(2)] == [expected] * 2
+    assert all(kernel._native for kernel in _plan._compiled.values())
+    assert not caplog.records
+
+    assert first(gpu, call) == expected
+    kernels = list(_plan._compiled.values())
+    for run in (kernel._compiled.run for kernel in kernels):
+        if change == "in Python":
+            monkeypatch.setattr(run, "launch", lambda *given, launch=run.launch: launch(*given))
+        elif change == "scratch memory":
+            monkeypatch.setattr(run, "profile_scratch_size", -1)  # nothing is allocated for that
+    if change == "no wrapper":
+        monkeypatch.delattr(driver, "wrap_handle_tensordesc")
+    elif change == "another order":
+        monkeypatch.setattr(driver, "wrap_handle_tensordesc", lambda f, *_: lambda *given: f(*reversed(given)))
+    assert [gpu.launches(call) for _ in range(3)] == [expected] * 3
+    assert [kernel._native for kernel in kernels] == [None, None]
+    assert len(caplog.records) == 2
 
 
 @inside

@@ -86,7 +86,7 @@ def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     The values live as long as the tensor. Within a captured CUDA graph they are made anew, so that a replay sees the
     contents of its time; so they are for inference tensors, whose writes leave no trace.
     """
-    if is_traced() or index.device.type != "cuda" or index.is_inference() or torch.cuda.is_current_stream_capturing():
+    if is_traced() or not index.is_cuda or index.is_inference() or torch.cuda.is_current_stream_capturing():
         return make()
     stream = torch._C._cuda_getCurrentRawStream(index.get_device())
     # What is made in inference mode cannot be saved for a backward pass later.

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
 from ikbo_recsys.kernels import _backend, _checks, _launch
+from ikbo_recsys.kernels._direct import Compiled, Layout
 
 _MOST = 1024
 _log = logging.getLogger(__name__)
 _inside = threading.local()
-_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[Hashable, Compiled] = {}
 _plans: dict[Hashable, Any] = {}
 
 
@@ -166,21 +167,20 @@ class Launch:
     ) -> None:
         self._kernel, self._blocks, self._constants, self._options = kernel, blocks, constants, options
         self._key = key
-        self._run: Callable[..., None] | None = None
+        self._run: Callable[[Sequence[Any]], None] | None = None
 
-    def __call__(self, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None = None) -> None:
+    def __call__(self, arguments: Sequence[Any], layouts: Sequence[Layout] = ()) -> None:
         """Launch.
 
         Args:
             arguments: the arguments before the constexpr ones, in order.
-            checked: makes `arguments` in the form that Triton compiles from, where theirs (addresses for pointers, for
-                example) is enough for a compiled kernel only.
+            layouts: of the first ones, which are tensors that the kernel gets descriptors of. The same at each call.
         """
         together = _together  # another thread may be about to end it
-        if together is not None and together.takes(self, arguments, checked):
+        if together is not None and together.takes(self, arguments, layouts):
             return
         if self._run is not None:
-            self._run(*arguments)
+            self._run(arguments)
             return
         kernel = self._kernel
         if is_traced():
@@ -189,16 +189,15 @@ class Launch:
         key = self._whole_key(arguments)
         known = _compiled.get(key)
         if known is not None:
-            self._run = _runner(known[0], self._blocks, known[1])
-            self._run(*arguments)
+            self._run = known.runner(self._blocks, arguments, layouts)
+            self._run(arguments)
             return
-        full = arguments if checked is None else checked()
+        full = _checked(arguments, layouts)
         compiled = kernel[(self._blocks,)](*full, **self._constants, **self._options)
         # The interpreter compiles nothing.
         if compiled is not None:
             tail = tuple(self._constants[name] for name in kernel.arg_names[len(arguments) :])
-            _keep(_compiled, key, (compiled, tail))
-            self._run = _runner(compiled, self._blocks, tail)
+            _keep(_compiled, key, Compiled(compiled, tail))
 
     def _whole_key(self, arguments: Sequence[Any]) -> Hashable:
         facts = _specialization(self._kernel, arguments) if self._key is None else self._key
@@ -207,9 +206,9 @@ class Launch:
     def is_compiled(self, arguments: Sequence[Any]) -> bool:
         return self._run is not None or self._whole_key(arguments) in _compiled
 
-    def compile(self, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None) -> Any:
+    def compile(self, arguments: Sequence[Any], layouts: Sequence[Layout]) -> Any:
         """Triton's compiled kernel, or what will be it at the end of its `AsyncCompileMode`; arguments as of a call."""
-        full = arguments if checked is None else checked()
+        full = _checked(arguments, layouts)
         return self._kernel.warmup(*full, grid=(self._blocks,), **self._constants, **self._options)
 
 
@@ -218,12 +217,12 @@ class _Together:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self.calls: list[tuple[Launch, Sequence[Any], Callable[[], Sequence[Any]] | None]] = []
+        self.calls: list[tuple[Launch, Sequence[Any], Sequence[Layout]]] = []
 
-    def takes(self, launch: Launch, arguments: Sequence[Any], checked: Callable[[], Sequence[Any]] | None) -> bool:
+    def takes(self, launch: Launch, arguments: Sequence[Any], layouts: Sequence[Layout]) -> bool:
         if threading.get_ident() != self._thread:
             return False
-        self.calls.append((launch, arguments, checked))
+        self.calls.append((launch, arguments, layouts))
         return True
 
     def compile(self, device: torch.device) -> None:
@@ -240,7 +239,7 @@ class _Together:
 
         with ThreadPoolExecutor(len(new)) as threads:
             with triton.AsyncCompileMode(threads):
-                found = [launch.compile(arguments, checked) for launch, arguments, checked in new]
+                found = [launch.compile(arguments, layouts) for launch, arguments, layouts in new]
             kernels = {id(x): x for x in (y.result() if hasattr(y, "result") else y for y in found)}
             list(threads.map(load, kernels.values()))
 
@@ -273,9 +272,15 @@ def compiled_together(tensor: Tensor) -> Iterator[None]:
             _log.debug("compiling at the same time failed, each launch compiles for itself", exc_info=True)
         finally:
             _together_lock.release()
-            for launch, arguments, checked in together.calls:
+            for launch, arguments, layouts in together.calls:
                 with _launch.device_guard(tensor):
-                    launch(arguments, checked)
+                    launch(arguments, layouts)
+
+
+def _checked(arguments: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
+    """Arguments in the form that Triton compiles from."""
+    described = zip(layouts, arguments, strict=False)
+    return [*(layout.checked(base) for layout, base in described), *arguments[len(layouts) :]]
 
 
 def _specialization(kernel: Any, arguments: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -289,31 +294,3 @@ def _specialization(kernel: Any, arguments: Sequence[Any]) -> tuple[Hashable, ..
             # Of the others only the width counts: 32 bits, or 64.
             key.append(argument >= 2**31 if parameter.do_not_specialize else argument)
     return tuple(key)
-
-
-def _runner(compiled: Any, blocks: int, tail: tuple[Any, ...]) -> Callable[..., None]:
-    """`compiled[(blocks,)]`, the constants included, without what only hooks read."""
-    import triton
-
-    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
-    device, stream = driver.get_current_device, driver.get_current_stream
-    run, function, metadata, hooked = (
-        compiled.run,
-        compiled.function,
-        compiled.packed_metadata,
-        compiled[(blocks, 1, 1)],
-    )
-
-    def launch(*arguments: Any) -> None:
-        try:
-            is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:
-            # Not Triton's chains: a function, or None.
-            is_hooked = True
-        if is_hooked:
-            # A profiler gets what Triton's own launch gives it.
-            hooked(*arguments, *tail)
-        else:
-            run(blocks, 1, 1, stream(device()), function, metadata, None, None, None, *arguments, *tail)
-
-    return launch

@@ -1,10 +1,10 @@
-"""TMA descriptors of Gluon kernels: what Triton's launcher reads of them, made without Triton's own work per call."""
+"""TMA descriptors of Gluon kernels: what is said of a tensor's layout before there is the tensor."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,25 +33,25 @@ class TensorLayout:
 
         return TensorDescriptor(base, self.shape, self.strides, list(self.box), _shared_layout(self.box, base.dtype))
 
+    def described(self, base: Tensor) -> Descriptor:
+        """What a compiled kernel's launcher reads of it. Triton's own class checks and converts all anew."""
+        return Descriptor(base, self.shape, self.strides)
 
-class Descriptor:
-    """What a compiled kernel's launcher reads of a descriptor. Triton's own class checks and converts all anew."""
 
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
+class Descriptor(NamedTuple):
+    """See `TensorLayout.described`."""
 
-    def __init__(self, base: Tensor, layout: TensorLayout) -> None:
-        self.base, self.shape, self.strides = base, layout.shape, layout.strides
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 def launch(kernel: Launch, layouts: Sequence[TensorLayout], bases: Sequence[Tensor], rest: Sequence[Any]) -> None:
-    """Launch with descriptors of `bases` first, and then the other arguments."""
-
-    def checked() -> tuple[Any, ...]:
-        return (*(layout.checked(base) for base, layout in zip(bases, layouts, strict=True)), *rest)
-
-    kernel((*map(Descriptor, bases, layouts), *rest), checked)
+    """Launch with descriptors of `bases` first, and then the other arguments; a kernel's layouts are always the same
+    ones."""
+    kernel((*bases, *rest), layouts)
 
 
 @functools.cache

@@ -217,7 +217,7 @@ class StandIn:
             start += size
             if size == 128:
                 address = int.from_bytes(value[:8], "little")
-                shown: Any = ("descriptor", self.place(address, value[96:]), value[8:96])
+                shown: Any = ("descriptor", self.place(address, bytes(record.snapshots[i])), value[8:96])
             else:
                 shown = int.from_bytes(value, "little")
                 if self._layouts[record.function][i] and shown:

@@ -127,7 +127,7 @@ static void snapshot(uint8_t *to, uint64_t address) {
   memcpy(to, (void *)address, address % 64 > 64 - SNAPSHOT ? 64 - address % 64 : SNAPSHOT);
 }
 
-// Address, then (type, rank, swizzle, fill), box as 16-bit, sizes and strides as 64-bit numbers, a snapshot.
+// Address, then (type, rank, swizzle, fill), box as 16-bit, sizes and strides as 64-bit numbers.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
                                 const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
@@ -154,8 +154,6 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
     if (i > 0)
       memcpy(bytes + 64 + 8 * (i - 1), &strides[i - 1], 8);
   }
-  if (is_recording)
-    snapshot(bytes + 96, (uint64_t)address);
   return CUDA_SUCCESS;
 }
 
@@ -179,7 +177,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
       to->sizes[i] = size;
       memcpy(to->params + to->bytes, params[i], size);
       to->bytes += size;
-      uint64_t address = pointers[number][i] ? *(uint64_t *)params[i] : 0;
+      // Of a descriptor, too: it may have been encoded for an earlier launch.
+      uint64_t address = pointers[number][i] || size == sizeof(CUtensorMap) ? *(uint64_t *)params[i] : 0;
       if (address)
         snapshot(to->snapshots[i], address);
     }
