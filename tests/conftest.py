@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,11 +22,11 @@ def fresh_random_inputs(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` gives NaN, so that an element nobody wrote shows."""
-    empty = torch.empty
+    """New memory is NaN, so that an element nobody wrote shows."""
 
-    def poisoned(*arguments: object, **options: object) -> torch.Tensor:
-        out = empty(*arguments, **options)  # type: ignore[call-overload]
+    def poisoned(make: Callable[..., torch.Tensor], *arguments: object, **options: object) -> torch.Tensor:
+        out = make(*arguments, **options)
         return out.fill_(float("nan")) if out.is_floating_point() else out
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, functools.partial(poisoned, getattr(torch, name)))

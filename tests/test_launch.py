@@ -283,9 +283,9 @@ def test_calls_that_only_the_dispatcher_understands() -> None:
 
 def test_a_launch_while_another_thread_stops_collecting_its_own() -> None:
     """Whatever instruction of it is the last before the other thread is done."""
-    ran: list[tuple[int, ...]] = []
+    ran: list[Any] = []
     launch = _plan.Launch(None, (), 1, {})
-    launch._run = lambda *arguments: ran.append(arguments)
+    launch._run = ran.append
 
     def stopped_after(instructions: int) -> None:
         left = instructions

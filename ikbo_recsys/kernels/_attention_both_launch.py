@@ -18,6 +18,7 @@ from ikbo_recsys.kernels._attention_launch import (
     FORWARD_16BIT,
     FORWARD_32BIT,
     Problem,
+    gradient_rooms,
     gradient_strides,
     key_slots,
     new_delta,
@@ -117,7 +118,7 @@ class BackwardKeyValue:
         tile = problem.tile(BACKWARD_KEY_VALUE_16BIT, BACKWARD_32BIT)
         slots = key_slots(problem, tile.keys)
         self._splits = splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
-        self._needs = (need_dk, need_dv)
+        self._rooms = gradient_rooms(key, self._splits, (need_dk, need_dv))
         self._numbers = (*problem.sizes(), user_query.shape[1], key.numel(), *_strides(problem, grads))
         self._launch = Launch(
             attention_backward_key_value_both,
@@ -134,14 +135,12 @@ class BackwardKeyValue:
     def __call__(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> tuple[Tensor | None, Tensor | None]:
         """dk and dv, contiguous, None where not needed."""
         key, delta = problem.key, deltas[0]
-        dtype = key.dtype if self._splits == 1 else torch.float32
-        shape = (self._splits, *key.shape)
-        dk, dv = (torch.empty(shape, dtype=dtype, device=key.device) if need else None for need in self._needs)
+        dk, dv = (None if room is None else room() for room in self._rooms)
         outputs = (delta if dk is None else dk, delta if dv is None else dv)
         pointers = (*queries(problem), key, problem.value, *grads, *lses, *deltas, *outputs)
         with device_guard(key):
             self._launch((*pointers, *problem.index_pointers(), *self._numbers))
-        return summed(dk, key.dtype), summed(dv, key.dtype)
+        return summed(dk, self._splits, key.dtype), summed(dv, self._splits, key.dtype)
 
 
 def _strides(problem: Problem, grads: Pair) -> tuple[int, ...]:

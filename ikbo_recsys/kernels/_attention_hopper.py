@@ -26,7 +26,7 @@ from ikbo_recsys.kernels._attention_shares import (
     state,
 )
 from ikbo_recsys.kernels._backend import multiprocessors
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout, launch
 
@@ -218,7 +218,8 @@ class Forward:
         query = problem.query
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
+        self._out = Room(query.shape, query.dtype, query.device)
+        self._lse = Room(query.shape[:3], torch.float32, query.device) if store_lse else None
         adjacent = adjacent_rows(problem) and flat_query_strides(query) is not None
         out = result_layout(query.shape, padded)
         # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
@@ -238,10 +239,9 @@ class Forward:
         self._merge = Merge(problem, padded, self._shares, store_lse) if self._shares > LAST_ROUND else None
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
-        query = problem.query
-        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
+        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32; where that is not asked for any tensor stands for it."""
+        query, out = problem.query, self._out()
+        lse = out if self._lse is None else self._lse()
         bases = (out if self._is_gathered else query, problem.key, problem.value, out)
         with device_guard(query):
             room: tuple[Tensor, ...] = ()
@@ -314,7 +314,8 @@ class Backward:
         padded = 64 if head_size <= 64 else 128
         self._layouts = [rows_layout(x, padded) for x in (query, grad)]
         self._layouts += [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
-        self._sizes = problem.sizes()
+        self._sizes, self._of_query = problem.sizes(), Room(query.shape, query.dtype, query.device)
+        self._of_key = Room(key.shape, key.dtype, key.device)
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         kernels = (attention_backward_query, attention_backward_key_value)
         self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded)
@@ -323,7 +324,7 @@ class Backward:
         """dq, contiguous."""
         query = problem.query
         heads, group, qk_scale, scale = self._numbers
-        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        dq = self._of_query()
         with device_guard(query):
             pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
             self._run(self._launch_query, problem, grad, (*pointers, qk_scale, scale, heads, group, query.shape[1]))
@@ -332,7 +333,7 @@ class Backward:
     def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv, contiguous."""
         key = problem.key
-        dk, dv = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        dk, dv = self._of_key(), self._of_key()
         with device_guard(key):
             pointers = (lse, delta, dk, dv, *problem.index_pointers())
             self._run(self._launch_key_value, problem, grad, (*pointers, *self._sizes, *self._numbers))

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ikbo_recsys.kernels._backend import has_large_shared_memory
-from ikbo_recsys.kernels._launch import cdiv, device_guard, input_precision
+from ikbo_recsys.kernels._launch import DerivedCache, Room, cdiv, device_guard, input_precision
 from ikbo_recsys.kernels._plan import Launch, is_traced
 from ikbo_recsys.kernels._tiles import Row, pick
 
@@ -77,7 +76,7 @@ BACKWARD_32BIT = (
 )
 
 
-_index_values: Any = WeakIdKeyDictionary()
+_INDICES = DerivedCache()
 
 
 def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -88,20 +87,18 @@ def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     """
     if is_traced() or not index.is_cuda or index.is_inference() or torch.cuda.is_current_stream_capturing():
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(index.get_device())
+    values = _INDICES.forms(index, (index._version, index.data_ptr()))
     # What is made in inference mode cannot be saved for a backward pass later.
-    key = (index._version, index.data_ptr(), stream, torch.is_inference_mode_enabled(), key)
-    values = _index_values.get(index)
-    if values is None:
-        _index_values[index] = values = {}
-    if key not in values:
-        if len(values) >= 8:  # contents of the past
+    key = (torch._C._cuda_getCurrentRawStream(index.get_device()), torch.is_inference_mode_enabled(), key)
+    value = values.get(key)
+    if value is None:
+        if len(values) >= 8:  # of other shapes, and of contents that lengths had
             values.clear()
-        values[key] = make()
-    return values[key]
+        value = values[key] = make()
+    return value
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make
 class Problem:
     """One attention call: its tensors as they are read in place, and the numbers that every launch needs.
 
@@ -212,7 +209,8 @@ class Forward:
         from ikbo_recsys.kernels._triton.cross_attention import attention_forward
 
         query = problem.query
-        self._shape, self._lse_shape = query.shape, query.shape[:3] if store_lse else (0,)
+        self._out = Room(query.shape, query.dtype, query.device)
+        self._lse = Room(query.shape[:3], torch.float32, query.device) if store_lse else None
         tile = problem.tile(FORWARD_16BIT, FORWARD_32BIT)
         self._numbers = (*problem.sizes(), *problem.query_strides(), *problem.history_strides())
         self._launch = Launch(
@@ -225,10 +223,9 @@ class Forward:
         )
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32, without elements unless asked for."""
-        query = problem.query
-        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=query.device)
+        """`out [B, S, H, D]`, and `lse [B, S, H]` fp32; where that is not asked for any tensor stands for it."""
+        query, out = problem.query, self._out()
+        lse = out if self._lse is None else self._lse()
         with device_guard(query):
             pointers = (query, problem.key, problem.value, out, lse, *problem.index_pointers())
             self._launch((*pointers, *self._numbers))
@@ -249,7 +246,8 @@ class BackwardQuery:
         from ikbo_recsys.kernels._triton.cross_attention_backward_query import attention_backward_query
 
         tile = problem.tile(BACKWARD_QUERY_16BIT, BACKWARD_32BIT)
-        self._need = need
+        query = problem.query
+        self._dq = Room(query.shape, query.dtype, query.device) if need else None
         self._numbers = (*problem.sizes(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_query,
@@ -266,7 +264,7 @@ class BackwardQuery:
         """dq (None unless needed) and delta, `[B, S, H]`; the innermost stride of `grad` is 1."""
         query = problem.query
         delta = new_delta(lse, grad_lse)
-        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device) if self._need else None
+        dq = None if self._dq is None else self._dq()
         pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
         with device_guard(query):
             self._launch((*pointers, *problem.index_pointers(), *self._numbers))
@@ -283,7 +281,7 @@ class BackwardKeyValue:
         tile = problem.tile(BACKWARD_KEY_VALUE_16BIT, BACKWARD_32BIT)
         slots = key_slots(problem, tile.keys)
         self._splits = splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
-        self._needs = (need_dk, need_dv)
+        self._rooms = gradient_rooms(key, self._splits, (need_dk, need_dv))
         self._numbers = (*problem.sizes(), key.numel(), *gradient_strides(problem, grad))
         self._launch = Launch(
             attention_backward_key_value,
@@ -301,23 +299,25 @@ class BackwardKeyValue:
         self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """dk and dv, contiguous, None where not needed."""
-        key, splits = problem.key, self._splits
-        dtype = key.dtype if splits == 1 else torch.float32
-        dk, dv = (
-            torch.empty((splits, *key.shape), dtype=dtype, device=key.device) if need else None for need in self._needs
-        )
+        key = problem.key
+        dk, dv = (None if room is None else room() for room in self._rooms)
         outputs = (delta if dk is None else dk, delta if dv is None else dv)
         pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
         with device_guard(key):
             self._launch((*pointers, *self._numbers))
-        return summed(dk, key.dtype), summed(dv, key.dtype)
+        return summed(dk, self._splits, key.dtype), summed(dv, self._splits, key.dtype)
 
 
-def summed(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def gradient_rooms(key: Tensor, splits: int, needs: tuple[bool, ...]) -> list[Room | None]:
+    """For the gradients of keys and of values that are needed; in fp32, one after the other, where there are splits."""
+    shape, dtype = (key.shape, key.dtype) if splits == 1 else ((splits, *key.shape), torch.float32)
+    room = Room(shape, dtype, key.device)
+    return [room if need else None for need in needs]
+
+
+def summed(parts: Tensor | None, splits: int, dtype: torch.dtype) -> Tensor | None:
     """The sum of a gradient's splits."""
-    if parts is None:
-        return None
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    return parts if parts is None or splits == 1 else parts.sum(0).to(dtype)
 
 
 def key_slots(problem: Problem, keys: int) -> int:

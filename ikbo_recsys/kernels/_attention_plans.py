@@ -21,6 +21,7 @@ from ikbo_recsys.kernels import _attention_both_launch as both_portable
 from ikbo_recsys.kernels import _attention_hopper as hopper
 from ikbo_recsys.kernels import _attention_launch as portable
 from ikbo_recsys.kernels._attention_launch import Problem, index_cache
+from ikbo_recsys.kernels._launch import first_order
 from ikbo_recsys.kernels._plan import compiled_together
 
 
@@ -230,7 +231,7 @@ class _Attention(torch.autograd.Function):
         return (out, lse) if plan.return_lse else out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if grad is None and grad_lse is None:
             return (None,) * 7
@@ -264,7 +265,7 @@ class _BothAttention(torch.autograd.Function):
         return (*outs, *lses) if plan.return_lse else outs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad: Tensor | None, user_grad: Tensor | None, *grad_lses: Tensor | None
     ) -> tuple[Tensor | None, ...]:

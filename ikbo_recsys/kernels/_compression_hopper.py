@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _tuning
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready, multiprocessors
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout, launch
 
@@ -144,8 +144,8 @@ class UserPart:
 
         _, features, size = user_UKD.shape
         num_m, cols = weight_MK.shape[0], columns(size)
-        self._device, self._shape = user_UKD.device, part_shape(weight_MK, user_UKD)
-        tiles = self._shape[0]
+        shape = part_shape(weight_MK, user_UKD)
+        self._part, tiles = Room(shape, torch.int32, user_UKD.device), shape[0]
         # M is specialized on as Triton does: whether it is 1 or divisible by 16.
         facts = (bias_M is None or bias_M.data_ptr() % 16 == 0, num_m == 1, num_m % 16 == 0)
         key = (user_UKD.dtype, user_UKD.get_device(), cols, *facts)
@@ -165,7 +165,7 @@ class UserPart:
         self._launch = Launch(user_part_kernel, key, blocks, constants, num_warps=4)
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
-        part = torch.empty(self._shape, dtype=torch.int32, device=self._device)
+        part = self._part()
         rest = (part if bias is None else bias, part, *self._numbers)
         with device_guard(user):
             launch(self._launch, self._layouts, (weight, user), rest)
@@ -189,14 +189,14 @@ class CandidatePart:
         to_user_B: Tensor | None = None,
         more_tails: int = 0,
     ) -> None:
-        self._dtype, self._device = cand_BKD.dtype, cand_BKD.device
-        self._shape = (cand_BKD.shape[0], weight_MK.shape[0], cand_BKD.shape[2])
+        shape = (cand_BKD.shape[0], weight_MK.shape[0], cand_BKD.shape[2])
+        self._out = Room(shape, cand_BKD.dtype, cand_BKD.device)
         self._numbers, self._layouts, self._launch = _product(weight_MK, cand_BKD, num_users, to_user_B, more_tails)
 
     def __call__(
         self, weight: Tensor, cand: Tensor, part: Tensor | None = None, to_user: Tensor | None = None
     ) -> Tensor:
-        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out = self._out()
         # An absent one is never read: any pointer stands for it.
         rest = (out if part is None else part, out if to_user is None else to_user, out, *self._numbers)
         with device_guard(cand):
@@ -208,11 +208,11 @@ class ManyUsers:
     """`UserPart` by `candidate_kernel`."""
 
     def __init__(self, weight_MK: Tensor, user_UKD: Tensor, bias_M: Tensor | None) -> None:
-        self._device, self._shape = user_UKD.device, part_shape(weight_MK, user_UKD)
+        self._part = Room(part_shape(weight_MK, user_UKD), torch.int32, user_UKD.device)
         self._numbers, self._layouts, self._launch = _product(weight_MK, user_UKD, is_user=True, bias_M=bias_M)
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
-        part = torch.empty(self._shape, dtype=torch.int32, device=self._device)
+        part = self._part()
         rest = (part, part, part if bias is None else bias, *self._numbers)
         with device_guard(user):
             # Nothing is stored by the third descriptor: any tensor that one can be made of stands for it.

@@ -12,8 +12,11 @@ Conventions that the kernels rely on:
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +46,36 @@ _NOTHING = _Nothing()
 def device_guard(tensor: Tensor) -> Any:
     """Make the tensor's GPU the current one for the launch: Triton launches on the current device and its current
     stream."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    # Not `torch.cuda.current_device`, which first looks whether there is CUDA at all.
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(tensor.device)
+
+
+class Room:
+    """Contiguous tensors of one shape, to be written: `torch.empty`, which takes twice as long without strides."""
+
+    __slots__ = ("_device", "_dtype", "_size", "_strides")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        strides = list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))
+        # A `torch.Size` is read more slowly than a tuple.
+        self._size, self._strides = tuple(shape), tuple(reversed(strides))
+        self._dtype, self._device = dtype, device
+
+    def __call__(self) -> Tensor:
+        return torch.empty_strided(self._size, self._strides, dtype=self._dtype, device=self._device)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable` for a backward function, without its work where no graph of the gradients is made."""
+    with_error = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def either(ctx: Any, *grads: Any) -> Any:
+        return (with_error if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return either
 
 
 def autocast_off() -> Any:
@@ -108,7 +138,24 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class WeightCache:
+class DerivedCache:
+    """What is derived from tensors, made once for each state of a tensor and kept as long as the tensor itself."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Derived] = {}
+
+    def forms(self, tensor: Tensor, state: Hashable) -> dict[Any, Any]:
+        """Where the forms of a tensor in this state are kept, empty at first; those of other states are forgotten."""
+        number = id(tensor)
+        entry = self._entries.get(number)
+        if entry is None or entry.tensor() is not tensor or entry.state != state:
+            entries = self._entries
+            reference = weakref.ref(tensor, lambda dead: _drop(entries, number, dead))
+            entry = entries[number] = _Derived(reference, state)
+        return entry.forms
+
+
+class WeightCache(DerivedCache):
     """Derived forms of a weight (padded, transposed), made once and remade when the weight changes.
 
     Keyed by the tensor object, weakly, so that they die with the weight and never enter a state_dict. They are valid
@@ -121,37 +168,33 @@ class WeightCache:
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
         self._make = make
-        self._entries: dict[int, _Derived] = {}
 
     def get(self, weight: Tensor, *key: Any) -> Any:
         """`make(weight, *key)`, from the cache when nothing changed since."""
         if weight.is_inference() or is_capturing(weight):
             return self._make(weight.detach(), *key)
-        number, state = id(weight), (weight._version, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-        entry = self._entries.get(number)
-        if entry is None or entry.weight() is not weight or entry.state != state:
-            entries = self._entries
-            reference = weakref.ref(weight, lambda dead: _drop(entries, number, dead))
-            entry = entries[number] = _Derived(reference, state)
+        forms = self.forms(weight, (weight._version, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
         stream = torch._C._cuda_getCurrentRawStream(weight.get_device()) if weight.is_cuda else None
-        form = entry.forms.get((key, stream))
+        form = forms.get((key, stream))
         if form is None:
-            form = entry.forms[key, stream] = self._make(weight.detach(), *key)
+            form = forms[key, stream] = self._make(weight.detach(), *key)
         return form
 
 
 class _Derived:
-    """The forms of one weight in one state."""
+    """The forms of one tensor in one state."""
 
-    __slots__ = ("forms", "state", "weight")
+    __slots__ = ("forms", "state", "tensor")
 
-    def __init__(self, weight: weakref.ref[Tensor], state: Any) -> None:
-        self.weight, self.state, self.forms = weight, state, {}  # type: tuple[Any, Any, dict[Any, Any]]
+    def __init__(self, tensor: weakref.ref[Tensor], state: Hashable) -> None:
+        self.tensor, self.state = tensor, state
+        self.forms: dict[Any, Any] = {}
 
 
 def _drop(entries: dict[int, _Derived], number: int, dead: weakref.ref[Tensor]) -> None:
-    """Forget a weight that died, unless another one has its number by now."""
+    """Forget a tensor that died, unless another one has its number by now."""
     entry = entries.get(number)
-    if entry is not None and entry.weight is dead:
+    if entry is not None and entry.tensor is dead:
         del entries[number]

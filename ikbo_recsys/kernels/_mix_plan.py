@@ -90,7 +90,7 @@ class _Differentiable(torch.autograd.Function):
         return plan.start(user, cand, weight, to_user, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_launch.first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         needs = ctx.needs_input_grad
         with _launch.autocast_off():

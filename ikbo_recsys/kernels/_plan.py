@@ -26,8 +26,16 @@ from ikbo_recsys.kernels import _backend, _checks, _launch
 from ikbo_recsys.kernels._direct import Compiled, Layout
 
 _MOST = 1024
+
+
+class _Inside(threading.local):
+    """What a thread is within."""
+
+    operator = False
+
+
 _log = logging.getLogger(__name__)
-_inside = threading.local()
+_inside = _Inside()
 _compiled: dict[Hashable, Compiled] = {}
 _plans: dict[Hashable, Any] = {}
 
@@ -53,7 +61,7 @@ def traceable() -> Iterator[None]:
 
     The body runs on fake, functional and proxy tensors, with their modes switched off, so nothing else tells.
     """
-    before, _inside.operator = getattr(_inside, "operator", False), True
+    before, _inside.operator = _inside.operator, True
     try:
         yield
     finally:
@@ -64,7 +72,7 @@ def is_traced() -> bool:
     """Whether the call may be traced rather than run: values and addresses are not to be asked for."""
     return (
         torch.compiler.is_compiling()
-        or getattr(_inside, "operator", False)
+        or _inside.operator
         # A fake-tensor or proxy mode, as inside make_fx and AOTAutograd; a transform of torch.func.
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

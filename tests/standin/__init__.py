@@ -308,7 +308,17 @@ def _replace_torch(gpu: StandIn) -> None:
     def empty_like(tensor: Tensor, **more: Any) -> Tensor:
         return empty(tensor.shape, dtype=more.get("dtype", tensor.dtype), device=more.get("device", tensor.device))
 
+    real_strided = torch.empty_strided
+
+    def empty_strided(size: Any, strides: Any, *, device: Any = None, **more: Any) -> Tensor:
+        if torch.device("cpu" if device is None else device).type != "cuda":
+            return real_strided(size, strides, device=device, **more)
+        made = empty(size, device=device, **more)
+        assert made.stride() == strides or not made.numel(), "the stand-in's new tensors are contiguous"
+        return made
+
     torch.empty, torch.empty_like = empty, empty_like  # type: ignore[assignment]
+    torch.empty_strided = empty_strided
     for name in ("zeros", "ones", "full", "arange", "tensor"):
         setattr(torch, name, _without_gpu(getattr(torch, name)))
 
@@ -316,6 +326,7 @@ def _replace_torch(gpu: StandIn) -> None:
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 2
     cuda.current_device = lambda: gpu.current
+    torch._C._cuda_getDevice = lambda: gpu.current
     cuda.is_current_stream_capturing = lambda: gpu.is_capturing
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132, major=9, minor=0)
