@@ -24,6 +24,7 @@ from ikbo_recsys import CandidateIndex
 from ikbo_recsys.kernels import (
     _backend,
     _compression_weight,
+    _direct,
     _plan,
     compression_linear,
     linear,
@@ -564,6 +565,23 @@ def test_another_launcher(gpu: StandIn, change: str, monkeypatch: pytest.MonkeyP
     assert [gpu.launches(call) for _ in range(3)] == [expected] * 3
     assert [kernel._native for kernel in kernels] == [None, None]
     assert len(caplog.records) == 2
+
+
+@inside
+def test_descriptors_of_many_addresses(gpu: StandIn) -> None:
+    """Those of the last addresses are kept, each under its own, and no more than so many."""
+    user, _, weight = make(gpu, torch.float16)
+    index, many = make_index(gpu, 9, 40), 3 * _direct._MOST_ADDRESSES // 2
+    cands = [gpu.randn(40, 40, 64) for _ in range(many)]
+    for _ in range(2):
+        for cand in cands:
+            _, launch = gpu.launches(lambda cand=cand: compression_linear(user, cand, weight, index))
+            assert launch.arguments[5][:2] == ("descriptor", gpu.place(cand.data_ptr(), b""))
+    (plan,) = _plan._plans.values()
+    run = plan._forward._cand._launch._run
+    memories = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))["memories"].cell_contents
+    assert len(memories[0]) == 1
+    assert 1 < len(memories[1]) <= _direct._MOST_ADDRESSES
 
 
 @inside

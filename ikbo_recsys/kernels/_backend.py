@@ -21,6 +21,7 @@ import torch
 PATHS = ("torch", "triton", "gluon")
 _ENVIRONMENT = "IKBO_BACKEND"
 
+_variables: Any = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _override: str | None = None
 _choosers: dict[str, Callable[..., Choice]] = {}
 
@@ -49,11 +50,17 @@ class Choice:
         return "\n".join(lines)
 
 
+def environment(name: str) -> str:
+    """An environment variable, "" where there is none: which `os.environ` takes longest to find out, by an exception,
+    and every call asks for two."""
+    return "" if _variables is not None and name.encode() not in _variables else os.environ.get(name, "")
+
+
 def requested_backend() -> str:
     """The path asked for: by `use_backend`, else by `IKBO_BACKEND`, else "auto"."""
     if _override is not None:
         return _override
-    name = os.environ.get(_ENVIRONMENT) or "auto"
+    name = environment(_ENVIRONMENT) or "auto"
     if name != "auto" and name not in PATHS:
         raise ValueError(f"{_ENVIRONMENT} must be auto or one of {', '.join(PATHS)}, got {name!r}")
     return name

@@ -6,7 +6,6 @@ which read host tensors always (that costs microseconds) and GPU tensors only un
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex, check_index_tensor, check_not_falling, on_host
+from ikbo_recsys.kernels import _backend
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_mode() -> bool:
     """Whether `IKBO_CHECK=1` asked for the value checks on the GPU."""
-    return os.environ.get("IKBO_CHECK", "0") not in ("", "0")
+    return _backend.environment("IKBO_CHECK") not in ("", "0")
 
 
 def check_dims(name: str, tensor: Tensor, layout: str) -> None:

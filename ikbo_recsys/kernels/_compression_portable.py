@@ -42,7 +42,7 @@ class Mix:
         num_m = weight_MK.shape[0]
         tile = _tiles.mix_tile(num_m, size, num_k, x_BKD.element_size())
         tiles_m, tiles_d = cdiv(num_m, tile.rows), cdiv(size, tile.cols)
-        self._shape, self._dtype, self._device = (batch, num_m, size), out_dtype, x_BKD.device
+        self._out = _launch.Room((batch, num_m, size), out_dtype, x_BKD.device)
         unit = _launch.row_unit(x_BKD)
         self._sizes = (num_m, num_k, size // unit)
         x_strides = (x_BKD.stride(0) // unit, x_BKD.stride(1) // unit, x_BKD.stride(2))
@@ -68,7 +68,7 @@ class Mix:
         to_user_B: Tensor | None = None,
         bias_M: Tensor | None = None,
     ) -> Tensor:
-        out_BMD = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out_BMD = self._out()
         # An absent one is never read: any pointer stands for it.
         pointers = (
             weight_MK,
@@ -101,7 +101,7 @@ class OuterSum:
         tiles_m, tiles_k = cdiv(num_m, tile.rows), cdiv(num_k, tile.cols)
         steps = batch * cdiv(size, tile.step)
         splits = _tiles.splits(tiles_m * tiles_k, steps, tile.blocks * _launch.multiprocessors(x_BKD.device))
-        self._shape, self._device = (splits, num_m, num_k), x_BKD.device
+        self._partial, self._splits = _launch.Room((splits, num_m, num_k), torch.float32, x_BKD.device), splits
         strides = (*grad_BMD.stride(), *x_BKD.stride())
         self._numbers = (num_m, num_k, size, steps, cdiv(steps, splits), *strides, tiles_m, tiles_k)
         constants = {
@@ -115,7 +115,7 @@ class OuterSum:
         self._launch = Launch(outer_sum_kernel, None, splits * tiles_m * tiles_k, constants, **options)
 
     def __call__(self, grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
-        partial_SMK = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        partial_SMK = self._partial()
         with _launch.device_guard(x_BKD):
             self._launch((grad_BMD, x_BKD, partial_SMK, *self._numbers))
-        return partial_SMK[0] if self._shape[0] == 1 else partial_SMK.sum(0)
+        return partial_SMK[0] if self._splits == 1 else partial_SMK.sum(0)

@@ -35,7 +35,9 @@ def aligned_parts(weight: Tensor, user_features: int) -> tuple[Tensor, Tensor]:
 
 def transposed(weight_MK: Tensor, step: int) -> Tensor:
     """`weight.T`, contiguous, with columns of zeros up to a multiple of `step`."""
-    return F.pad(weight_MK.t(), (0, -weight_MK.shape[0] % step)).contiguous()
+    turned_KM, missing = weight_MK.t(), -weight_MK.shape[0] % step
+    # Padding by nothing is a copy, too, of the same strides.
+    return (F.pad(turned_KM, (0, missing)) if missing else turned_KM).contiguous()
 
 
 def _parts(weight: Tensor, user_features: int, step: int, is_traced: bool = False) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, cdiv, device_guard, is_tma_ready, multiprocessors
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, device_guard, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout, launch
 
@@ -67,7 +67,7 @@ class OuterSum:
         steps_per_row = cdiv(size, STEP)
         steps = batch * steps_per_row
         parts = splits(row_tiles * col_tiles, steps, multiprocessors(x_BKD.device))
-        self._shape, self._device = (parts, rows.shape[1], cols.shape[1]), x_BKD.device
+        self._partial, self._parts = Room((parts, rows.shape[1], cols.shape[1]), torch.float32, x_BKD.device), parts
         self._numbers = (rows.shape[1], cols.shape[1], steps, cdiv(steps, parts), row_tiles, col_tiles)
         self._layouts = (TensorLayout.of(rows, (1, ROWS // 2, STEP)), TensorLayout.of(cols, (1, width, STEP)))
         self._launch = Launch(
@@ -79,9 +79,9 @@ class OuterSum:
         )
 
     def __call__(self, grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
-        partial = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        partial = self._partial()
         bases = (x_BKD, grad_BMD) if self._transposed else (grad_BMD, x_BKD)
         with device_guard(x_BKD):
             launch(self._launch, self._layouts, bases, (partial, *self._numbers))
-        out = partial[0] if self._shape[0] == 1 else partial.sum(0)
+        out = partial[0] if self._parts == 1 else partial.sum(0)
         return out.t() if self._transposed else out

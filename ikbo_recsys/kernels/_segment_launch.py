@@ -92,17 +92,17 @@ class SegmentSum:
         cols = _tiles.segment_cols(width)
         blocks = cdiv(width, cols)
         splits = _tiles.segment_splits(blocks * num_users, batch, num_users, _launch.multiprocessors(x_BX.device))
-        self._shape, self._out_dtype, self._device = (splits, num_users, width), out_dtype, x_BX.device
-        self._dtype = out_dtype if splits == 1 else torch.float32
+        self._splits, self._dtype = splits, out_dtype
+        self._out = _launch.Room((splits, num_users, width), out_dtype if splits == 1 else torch.float32, x_BX.device)
         self._numbers = (num_users, batch, width, x_BX.stride(0), blocks, splits)
         constants = {"HAS_ORDER": order_B is not None, "COLS": cols, "UNROLL": 4}
         self._launch = _plan.Launch(segment_sum_kernel, None, blocks * num_users * splits, constants, num_warps=4)
 
     def __call__(self, x_BX: Tensor, order_B: Tensor | None, offsets: Tensor) -> Tensor:
-        out_SUX = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out_SUX = self._out()
         with _launch.device_guard(x_BX):
             self._launch((x_BX, offsets if order_B is None else order_B, offsets, out_SUX, *self._numbers))
-        return out_SUX[0] if self._shape[0] == 1 else out_SUX.sum(0).to(self._out_dtype)
+        return out_SUX[0] if self._splits == 1 else out_SUX.sum(0).to(self._dtype)
 
 
 def grouping(to_user_B: Tensor, offsets: Tensor | None, num_users: int) -> tuple[Tensor | None, Tensor]:
