@@ -177,7 +177,7 @@ class Part:
         num_m = weight_MK.shape[0]
         tile = _tiles.linear_tile(num_m, num_k, x_BK.element_size())
         tiles_m = cdiv(num_m, tile.cols)
-        self._shape, self._dtype, self._device = (batch, num_m), out_dtype, x_BK.device
+        self._out = _launch.Room((batch, num_m), out_dtype, x_BK.device)
         unit = _launch.row_unit(x_BK)
         self._sizes = (batch, num_m, num_k // unit)
         self._numbers = (x_BK.stride(0) // unit, x_BK.stride(1), *weight_MK.stride(), tiles_m)
@@ -203,7 +203,7 @@ class Part:
         to_user_B: Tensor | None = None,
         bias_M: Tensor | None = None,
     ) -> Tensor:
-        out_BM = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out_BM = self._out()
         # An absent one is never read: any pointer stands for it.
         pointers = (
             x_BK,
