@@ -3,6 +3,7 @@ asynchronous."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -107,6 +108,19 @@ def test_hopper_forward(head_size: int, both: bool, how: dict[str, Any]) -> None
     assert_wgmma_pipelined(compiled)
     # The producer may keep a few words in local memory. A consumer that did would do so at every block of keys.
     assert compiled.resources["STACK"] <= 64, compiled.resources
+
+
+@pytest.mark.parametrize("how", [{"JAGGED": True}, {"GATHER": True, "PERMUTED": True}, {"HEAD_SIZE": 104}])
+def test_hopper_forward_stores_rows_by_16_bytes(how: dict[str, Any]) -> None:
+    """Through shared memory, and no warp reads there before all have written."""
+    compiled = _forward(128, **how)
+    stores = [name for name, _ in compiled.sass_positions("STG")]
+    assert stores
+    assert all(".128" in name for name in stores), stores
+    order = re.findall(r"stmatrix|bar\.sync|ld\.shared\.v4", compiled.kernel.asm["ptx"])
+    steps = [step for step, before in zip(order[1:], order, strict=False) if step != before]
+    assert "stmatrix bar.sync ld.shared.v4" in " ".join(steps)
+    assert "stmatrix ld.shared.v4" not in " ".join(steps)
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)

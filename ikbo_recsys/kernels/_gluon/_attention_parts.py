@@ -227,6 +227,24 @@ def store_rows(
 
 
 @gluon.jit
+def send_rows(
+    out_ptr, permutation_ptr, tile, row, end, head, heads, seeds, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """`store_rows` of what is in shared memory `[64, D]`: 16 bytes a thread and whole rows at once, where the
+    accumulator's layout has 4 bytes a thread and half sectors. Aligned, since the output is contiguous and head sizes
+    are multiples of 8."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    valid = rows < end
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
+    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
+    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+    gl.store(pointers[:, None] + columns[None, :], tile.load(layout), mask=mask)
+
+
+@gluon.jit
 def store_lse(lse_ptr, permutation_ptr, lse2, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr):
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     valid = rows < end

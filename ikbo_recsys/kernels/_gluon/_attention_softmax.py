@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ikbo_recsys.kernels._gluon._attention_parts import store_lse, store_rows, turn_pass, turn_wait, whole_row
+from ikbo_recsys.kernels._gluon._attention_parts import send_rows, store_lse, turn_pass, turn_wait, whole_row
 from ikbo_recsys.kernels._gluon._compat import tma_store
 
 
@@ -86,7 +86,8 @@ def finish(
     mma: gl.constexpr, mmo: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, GATHER: gl.constexpr,
     PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Normalise 64 rows and send them off: whole boxes by TMA, what a user's last tile has by ordinary stores."""
+    """Normalise 64 rows and send them off: whole boxes by TMA, what a user's last tile has by ordinary stores. The box
+    before must have been read."""
     dtype: gl.constexpr = o_desc.dtype
     whole_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, mma))
     inverse = gl.where(whole_sum > 0.0, 1.0 / whole_sum, 0.0)
@@ -94,12 +95,14 @@ def finish(
     if STORE_LSE:
         lse2 = row_max + gl.log2(whole_sum)
         store_lse(lse_ptr, permutation_ptr, lse2, first, end, head, heads, seeds, mma, PERMUTED)
+    # Before the branch: in it, ptxas waits for P.V before the softmax in a loop of the form with shared tiles.
+    tile = o_buf.reshape([64, D])
+    tile.store(out)
     if GATHER:
-        store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+        send_rows(out_ptr, permutation_ptr, tile, first, end, head, heads, seeds, D, HEAD_SIZE, PERMUTED)
     else:
         if first + 64 <= end:
-            o_buf.reshape([64, D]).store(out)
             fence_async_shared()
             tma_store(o_desc, [whole_row(permutation_ptr, first, end, seeds, PERMUTED), head, 0], o_buf)
         else:
-            store_rows(out_ptr, permutation_ptr, out, first, end, head, heads, seeds, mmo, D, HEAD_SIZE, PERMUTED)
+            send_rows(out_ptr, permutation_ptr, tile, first, end, head, heads, seeds, D, HEAD_SIZE, PERMUTED)
