@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -13,27 +14,36 @@ _FLUSH_BYTES = 256 << 20  # more than four times the L2 of an H200 (60 MB)
 
 
 def device_ms(function: Callable[[], Any], *, budget_ms: float = 120.0, least: int = 15) -> float:
-    """Median milliseconds between CUDA events around one call, the L2 flushed before each."""
+    """Median milliseconds between CUDA events around one call, the L2 flushed before each.
+
+    The flush is repeated for as long as the host takes to enqueue the call: the GPU would wait for it between kernels
+    otherwise, and that is what `host_us` is for.
+    """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        function()
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(3):
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    repeats = max(least, min(400, int(budget_ms / max(start.elapsed_time(end) / 3, 1e-3))))
-    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    enqueued_ms = host_us(function, calls=5, rounds=3) / 1e3
+    flushes = max(1, math.ceil(1.5 * enqueued_ms / _elapsed_ms(flush.zero_, 5)))
+    repeats = max(least, min(400, int(budget_ms / max(_elapsed_ms(function, 3), 1e-3))))
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
-        flush.zero_()
+        for _ in range(flushes):
+            flush.zero_()
         start.record()
         function()
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+
+
+def _elapsed_ms(function: Callable[[], Any], calls: int) -> float:
+    """Milliseconds per call of a few of them, one behind the other."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    function()
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
 
 
 def host_us(function: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:

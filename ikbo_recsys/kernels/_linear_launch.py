@@ -104,7 +104,8 @@ class Plan(MixPlan):
         parts = self._parts.get(activate)
         if parts is None:
             parts = self._parts[activate] = (
-                Part(user, weight_user, cand.dtype, None, has_user=False, has_bias=bias is not None),
+                # Rounded to 16 bits, it would change the sign of sums near zero, where relu has its kink.
+                Part(user, weight_user, torch.float32, None, has_user=False, has_bias=bias is not None),
                 Part(cand, weight_cand, cand.dtype, self._activation if activate else None, has_user=True),
             )
         return parts[1](cand, weight_cand, parts[0](user, weight_user, bias_M=bias), to_user)
