@@ -25,7 +25,7 @@ from ikbo_recsys.kernels._attention_hopper import (
     rows_layout,
     shared_table,
 )
-from ikbo_recsys.kernels._attention_launch import Problem
+from ikbo_recsys.kernels._attention_launch import Problem, new_delta
 from ikbo_recsys.kernels._launch import device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import launch
@@ -80,10 +80,10 @@ def backward_refusal(problem: Problem, grads: Pair) -> str | None:
 
 
 class Backward:
-    """The launches for dq and for dk and dv, for problems and gradients that differ from these in their addresses
-    only."""
+    """The launches for delta and dq, and for dk and dv, for problems and gradients that differ from these in their
+    addresses only."""
 
-    def __init__(self, problem: Problem, grads: Pair) -> None:
+    def __init__(self, problem: Problem, grads: Pair, has_grad_lse: bool) -> None:
         from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value_both
         from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query_both
 
@@ -97,17 +97,27 @@ class Backward:
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         kernels = (attention_backward_query_both, attention_backward_key_value_both)
-        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded)
+        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded, has_grad_lse)
 
-    def query(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> Pair:
-        """dq of both, contiguous."""
+    def query(self, problem: Problem, outs: Pair, lses: Pair, grads: Pair, grad_lses: Pair | None) -> tuple[Pair, Pair]:
+        """dq of both, contiguous, and delta of both."""
         heads, group, qk_scale, scale = self._numbers
+        delta, user_delta = map(new_delta, lses, (None, None) if grad_lses is None else grad_lses)
         dq, user_dq = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in queries(problem))
         with device_guard(problem.query):
-            pointers = (*lses, *deltas, dq, user_dq, shared_table(problem), problem.index_pointers()[1])
+            pointers = (
+                *outs,
+                *lses,
+                delta,
+                user_delta,
+                dq,
+                user_dq,
+                shared_table(problem),
+                problem.index_pointers()[1],
+            )
             numbers = (qk_scale, scale, heads, group, problem.query.shape[1])
             self._run(self._launch_query, problem, grads, (*pointers, *numbers))
-        return dq, user_dq
+        return (dq, user_dq), (delta, user_delta)
 
     def key_value(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> tuple[Tensor, Tensor]:
         """dk and dv, contiguous."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _attention_shares, _tuning
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, row_slots
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, new_delta, row_slots
 from ikbo_recsys.kernels._attention_shares import (
     LAST_ROUND,
     LEAST_MEASURED,
@@ -277,8 +277,10 @@ def fills_the_gpu(problem: Problem) -> bool:
     return key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
 
 
-def backward_launches(kernels: tuple[Any, Any], problem: Problem, padded: int) -> tuple[Launch, Launch]:
-    """Of one of the two kernels for dq, and of the one for dk and dv that belongs to it."""
+def backward_launches(
+    kernels: tuple[Any, Any], problem: Problem, padded: int, has_grad_lse: bool
+) -> tuple[Launch, Launch]:
+    """Of one of the two kernels for delta and dq, and of the one for dk and dv that belongs to it."""
     query = problem.query
     heads = query.shape[2]
     common = {"D": padded, "HEAD_SIZE": query.shape[3], "PERMUTED": problem.permutation is not None}
@@ -287,8 +289,12 @@ def backward_launches(kernels: tuple[Any, Any], problem: Problem, padded: int) -
         kernels[0],
         problem.index_key(),
         min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-        {**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, **tile.registers()},
+        {
+            **{**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, "GRAD_LSE": has_grad_lse},
+            **tile.registers(),
+        },
         num_warps=4,
+        launch_pdl=True,
     )
     tile = BACKWARD_TILES[padded]
     of_key_value = Launch(
@@ -297,15 +303,16 @@ def backward_launches(kernels: tuple[Any, Any], problem: Problem, padded: int) -
         key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2],
         {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
         num_warps=4,
+        launch_pdl=True,
     )
     return of_query, of_key_value
 
 
 class Backward:
-    """The launches for dq and for dk and dv, for problems and gradients that differ from these in their addresses
-    only."""
+    """The launches for delta and dq, and for dk and dv, for problems and gradients that differ from these in their
+    addresses only."""
 
-    def __init__(self, problem: Problem, grad: Tensor) -> None:
+    def __init__(self, problem: Problem, grad: Tensor, has_grad_lse: bool) -> None:
         from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
         from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
 
@@ -318,17 +325,19 @@ class Backward:
         self._of_key = Room(key.shape, key.dtype, key.device)
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
         kernels = (attention_backward_query, attention_backward_key_value)
-        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded)
+        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded, has_grad_lse)
 
-    def query(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> Tensor:
-        """dq, contiguous."""
+    def query(
+        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """dq, contiguous, and delta."""
         query = problem.query
         heads, group, qk_scale, scale = self._numbers
-        dq = self._of_query()
+        dq, delta = self._of_query(), new_delta(lse, grad_lse)
         with device_guard(query):
-            pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
+            pointers = (out, lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
             self._run(self._launch_query, problem, grad, (*pointers, qk_scale, scale, heads, group, query.shape[1]))
-        return dq
+        return dq, delta
 
     def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv, contiguous."""

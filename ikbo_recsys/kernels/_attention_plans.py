@@ -169,14 +169,14 @@ class Backward:
         on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable)
         need_dq, need_dk, need_dv = needs
         fits = path == "gluon" and on_hopper.backward_refusal(problem, grad) is None
-        by_hopper = on_hopper.Backward(problem, grad) if fits else None
-        # The Hopper kernel writes dq of both kinds of rows.
+        by_hopper = on_hopper.Backward(problem, grad, has_grad_lse) if fits else None
+        # The Hopper kernel writes dq of both kinds of rows; the portable one as asked for, or delta alone.
         is_whole = all(need_dq) if is_both else need_dq
-        self._query = by_hopper.query if by_hopper is not None and is_whole else None
-        # The portable kernel for dq computes delta in passing, or delta alone.
-        if self._query is not None:
-            need_dq = (False, False) if is_both else False
-        self._delta = anywhere.BackwardQuery(problem, grad, need_dq, has_grad_lse)
+        self._query: Any = None
+        if by_hopper is not None and is_whole:
+            self._query = by_hopper.query
+        else:
+            self._query = anywhere.BackwardQuery(problem, grad, need_dq, has_grad_lse)
         self._key_value: Any = None
         if by_hopper is not None and (need_dk or need_dv) and hopper.fills_the_gpu(problem):
             self._key_value = by_hopper.key_value
@@ -184,9 +184,7 @@ class Backward:
             self._key_value = anywhere.BackwardKeyValue(problem, grad, need_dk, need_dv)
 
     def __call__(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any) -> tuple[Any, Any, Any]:
-        dq, delta = self._delta(problem, out, lse, grad, grad_lse)
-        if self._query is not None:
-            dq = self._query(problem, lse, delta, grad)
+        dq, delta = self._query(problem, out, lse, grad, grad_lse)
         dk, dv = (None, None) if self._key_value is None else self._key_value(problem, lse, delta, grad)
         return dq, dk, dv
 

@@ -70,7 +70,7 @@ def _backward(name: str, head_size: int, dtype: str = "bf16", both: bool = False
     module = cross_attention_backward_query if name == "query" else cross_attention_backward
     kernel = getattr(module, f"attention_backward_{name}" + ("_both" if both else ""))
     tile = (hopper.BACKWARD_QUERY_TILES if name == "query" else hopper.BACKWARD_TILES)[head_size]
-    layout = {"JAGGED": True} if name == "query" else {"KV_LAYOUT": 2}
+    layout = {"JAGGED": True, "GRAD_LSE": True} if name == "query" else {"KV_LAYOUT": 2}
     constexprs = {
         **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "PERMUTED": False},
         **layout,

@@ -127,13 +127,13 @@ def _atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel", scope: str =
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
     """The few pieces of assembly that the kernels have, by what they say."""
-    named = re.match(r"bar\.(sync|arrive) (\d+), 256;", asm)
+    named = re.search(r"bar\.(sync|arrive) (\d+), 256;", asm)
     if named:
         barrier = _block.named[named[2]]
         mine = barrier.arrive()
         if named[1] == "sync":
             _block.scheduler.pause(lambda: barrier.generation > mine, f"named barrier {named[2]}")
-        return None
+        return args[0]
     if asm.startswith("griddepcontrol."):
         if asm.startswith("griddepcontrol.wait"):
             _block.waited.add(writer())

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from ikbo_recsys.kernels._gluon._compat import tma_load
+from ikbo_recsys.kernels._gluon._compat import eights, tma_load
 
 
 def _rescale_assembly(registers: int) -> tuple[str, str]:
@@ -35,6 +35,18 @@ RESCALE_32 = gl.constexpr(_rescale_assembly(32)[0])
 RESCALE_32_CONSTRAINTS = gl.constexpr(_rescale_assembly(32)[1])
 RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
 RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
+
+
+def _pass_behind(barrier: int) -> str:
+    """Arrive at a hardware barrier once four sums of weights are there: they are not less than 0, or not numbers."""
+    return (
+        "{ .reg .pred p; .reg .f32 s, t; add.f32 s, $0, $1; add.f32 t, $2, $3; add.f32 s, s, t; "
+        f"setp.geu.f32 p, s, 0f00000000; @p bar.arrive {barrier}, 256; }}"
+    )
+
+
+PASS_BEHIND_0 = gl.constexpr(_pass_behind(9))
+PASS_BEHIND_1 = gl.constexpr(_pass_behind(8))
 
 
 @gluon.jit
@@ -71,6 +83,20 @@ def turn_pass(WHO: gl.constexpr):
     else:
         gl.inline_asm_elementwise(
             "bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def turn_pass_behind(WHO: gl.constexpr, sums):
+    """`turn_pass` behind partial sums `[64, 8]` of weights, which it returns: a condition that always holds is what
+    keeps the assembler from passing the turn on before they are there."""
+    if WHO == 0:
+        return gl.inline_asm_elementwise(
+            PASS_BEHIND_0, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            PASS_BEHIND_1, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
         )
 
 
@@ -141,14 +167,24 @@ def load_rows(
 
 @gluon.jit
 def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
-    """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
+    """Make the rows of a block in shared memory zeros, from `first` on. For a partition of one warp.
+
+    Written out for each eight, in few instructions: this is inlined in many places. In a loop they are fewer still, but
+    then the second consumer's main loop packs its weights anew.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+    pieces = eights(block, ROWS, D)
+    nothing = gl.zeros([8, 32], gl.int32, layout)
+    # The eight in which they begin.
+    if (first > 0) & (first < ROWS) & (first % 8 > 0):
+        for half in gl.static_range(D // 64):
+            piece = pieces.index(half * (ROWS // 8) + first // 8)
+            piece.store(gl.where((rows < first % 8)[:, None], piece.load(layout), nothing))
     for i in gl.static_range(ROWS // 8):
-        if first < i * 8 + 8:
-            piece = block.slice(i * 8, 8, dim=0)
-            values = piece.load(layout)
-            piece.store(gl.where((rows + i * 8 < first)[:, None], values, gl.zeros_like(values)))
+        if first <= i * 8:
+            for half in gl.static_range(D // 64):
+                pieces.index(half * (ROWS // 8) + i).store(nothing)
 
 
 @gluon.jit

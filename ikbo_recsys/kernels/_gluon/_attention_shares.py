@@ -18,7 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ikbo_recsys.kernels._gluon._attention_parts import key_blocks, read_tile, rescale
-from ikbo_recsys.kernels._gluon._attention_softmax import fresh_maximum, fresh_sums, mask_scores, partial_sums
+from ikbo_recsys.kernels._gluon._attention_softmax import (
+    fresh_maximum,
+    fresh_sums,
+    mask_scores,
+    partial_sums,
+    row_maximum,
+)
 
 MOST_PARTS = gl.constexpr(4)
 """Parts of an item of the last round; each costs as much as reading and writing the accumulator."""
@@ -193,7 +199,7 @@ def resumed_softmax(
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     old_max = gl.load(place + 64 * D + rows, mask=(rows >= 0) & is_resumed, other=0.0)
     scores = mask_scores(scores, block, keys, KEYS, mma)
-    seen = gl.max(scores, 1) * qk_scale
+    seen = row_maximum(scores, KEYS, D) * qk_scale
     row_max = gl.where(is_resumed, gl.where(seen > old_max + 8.0, seen, old_max), fresh_maximum(seen))
     factor = gl.where(is_resumed, gl.exp2(old_max - row_max), 1.0)
     weights = gl.exp2(scores * qk_scale - row_max[:, None])

@@ -7,7 +7,7 @@ A block holds a producer warp (`_attention_producer.py`) and two consumers of 64
 - The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that
   only the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
 - The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its
-  softmax.
+  softmax. Where heads are small it is the exponentials that they take turns at.
 - The last product with values of an item runs beside the first product with keys of the next: there is no gap between
   items.
 - Query rows come by TMA where they are adjacent (grouped candidates, or a number of seeds that 64 divides), row by row
@@ -77,7 +77,7 @@ def _consumer(
         mbarrier.arrive(k_empty.index(0), count=1)
         ks, kp = advance(ks, kp, STAGES)
         row_max, row_sum, weights = first_softmax(
-            scores, blocks - 1 - begin, masked, qk_scale, dtype, KEYS, mma, operand
+            scores, blocks - 1 - begin, masked, qk_scale, dtype, KEYS, D, mma, operand
         )
         if SHARES == 1:
             out = gl.zeros((64, D), gl.float32, layout=mmo)
@@ -99,7 +99,7 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(ks), count=1)
                 ks, kp = advance(ks, kp, STAGES)
                 row_max, row_sum, factor, weights_n = next_softmax(
-                    scores, row_max, row_sum, qk_scale, dtype, KEYS, operand
+                    WHO, scores, row_max, row_sum, qk_scale, dtype, KEYS, D, operand
                 )
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
                 # softmax.
@@ -132,7 +132,7 @@ def _consumer(
                 )  # fmt: skip
             else:
                 next_max, next_sum, weights_n = first_softmax(
-                    scores, next_blocks - 1 - next_begin, masked, qk_scale, dtype, KEYS, mma, operand
+                    scores, next_blocks - 1 - next_begin, masked, qk_scale, dtype, KEYS, D, mma, operand
                 )
             if not GATHER:
                 tma.store_wait(0)

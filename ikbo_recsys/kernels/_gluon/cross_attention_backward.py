@@ -4,9 +4,10 @@ Letters: N packed query rows (candidates * seeds), H query heads, D head size, U
 
 A block owns 128 keys of one user and one key head: 64 for each of two consumers, whose dk and dv stay in registers
 while the producer streams all of the user's query rows past them, 64 at a time, together with the rows' gradient,
-log-sum-exp and delta. No atomics, and a fixed order of summation. Scores are computed transposed, `[64 keys, 64 rows]`:
-p and ds are then the left operands of `dv += p g` and `dk += ds q` as they come out of the matmul, and rows of keys
-that do not exist harm only themselves.
+log-sum-exp and delta. No atomics, and a fixed order of summation. The consumers take turns at the exponentials: in step
+with each other both would want those, and then the tensor cores, at the same time. Scores are computed transposed,
+`[64 keys, 64 rows]`: p and ds are then the left operands of `dv += p g` and `dk += ds q` as they come out of the
+matmul, and rows of keys that do not exist harm only themselves.
 """
 
 from triton.experimental import gluon
@@ -18,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, row_places, whole_row, zero_rows
-from ikbo_recsys.kernels._gluon._compat import tma_load
+from ikbo_recsys.kernels._gluon._attention_parts import advance, row_places, turn_pass, turn_wait, whole_row, zero_rows
+from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 
 CONSUMER_KEYS = 64
 BLOCK_KEYS = 2 * CONSUMER_KEYS
@@ -83,7 +84,7 @@ def _load_row_tile(
     q_row = whole_row(permutation_ptr, row, end, seeds, PERMUTED)
     mbarrier.wait(empty.index(stage), phase ^ 1)
     row_bufs.index(stage * 2).store(lse2)
-    row_bufs.index(stage * 2 + 1).store(delta)
+    row_bufs.index(stage * 2 + 1).store(-delta)
     if row + 64 <= end:
         mbarrier.arrive(full.index(stage), count=1)
         mbarrier.expect(full.index(stage), 2 * 64 * D * 2)
@@ -164,6 +165,12 @@ def _store(
 
 
 @gluon.jit
+def _of_columns(facts, mma: gl.constexpr):
+    """A number for each row of the query, as columns of the transposed scores."""
+    return facts.load(gl.SliceLayout(0, mma))[None, :].broadcast_to((64, 64))
+
+
+@gluon.jit
 def _keys_consumer(
     WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
     dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, user_seeds, key_head, key_heads, group, qk_scale, scale,
@@ -183,6 +190,8 @@ def _keys_consumer(
     total = tiles * group
     stage = 0
     phase = 0
+    if WHO == 1:
+        turn_pass(1)
     if total > 0:
         key = k_bufs.index(WHO).reshape([64, D])
         value = v_bufs.index(WHO).reshape([64, D])
@@ -191,30 +200,50 @@ def _keys_consumer(
         scores_t = warpgroup_mma(
             key, q_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+        lse2 = row_bufs.index(0).load(columns)
+        minus_delta = _of_columns(row_bufs.index(1), mma)
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for step in range(total):
             query = q_bufs.index(stage).reshape([64, D])
             grad = g_bufs.index(stage).reshape([64, D])
-            grad_weights_t = warpgroup_mma(value, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
-            lse2 = row_bufs.index(stage * 2).load(columns)
+            turn_wait(WHO)
+            # Added up from -delta on: p (dp - delta) is one multiplication.
+            grad_weights_t = warpgroup_mma(value, grad.permute((1, 0)), minus_delta, is_async=True)
             weights = gl.exp2(scores * qk_scale - lse2[None, :])
             weights_16 = gl.convert_layout(weights.to(dtype), operand)
             dv_t = warpgroup_mma(weights_16, grad, dv, is_async=True)
-            delta = row_bufs.index(stage * 2 + 1).load(columns)
-            grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
-            grad_scores = weights * (grad_weights - delta[None, :])
+            turn_pass(WHO)
+            following, following_phase = advance(stage + 0, phase + 0, STAGES)
+            if D == 64:
+                # The next rows' scores are computed while these are worked on, where registers allow it.
+                mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
+                scores_t = warpgroup_mma(
+                    key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                grad_weights = warpgroup_mma_wait(2, deps=(grad_weights_t,))
+            else:
+                grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
+            grad_scores = weights * grad_weights
             grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
             dk_t = warpgroup_mma(grad_scores_16, query, dk, is_async=True)
-            # The next rows' scores are computed behind these products.
-            following, following_phase = advance(stage + 0, phase + 0, STAGES)
-            mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
-            scores_t = warpgroup_mma(
-                key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            dv, _w = warpgroup_mma_wait(2, deps=(dv_t, weights_16))
-            dk, _g = warpgroup_mma_wait(1, deps=(dk_t, grad_scores_16))
-            mbarrier.arrive(empty.index(stage), count=1)
-            scores = warpgroup_mma_wait(0, deps=(scores_t,))
+            if D != 64:
+                mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
+                scores_t = warpgroup_mma(
+                    key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+            if D == 64:
+                lse2 = row_bufs.index(following * 2).load(columns)
+                minus_delta = _of_columns(row_bufs.index(following * 2 + 1), mma)
+                scores, dv, _w = warpgroup_mma_wait(1, deps=(scores_t, dv_t, weights_16))
+                dk, _g = warpgroup_mma_wait(0, deps=(dk_t, grad_scores_16))
+                mbarrier.arrive(empty.index(stage), count=1)
+            else:
+                dv, _w = warpgroup_mma_wait(2, deps=(dv_t, weights_16))
+                dk, _g = warpgroup_mma_wait(1, deps=(dk_t, grad_scores_16))
+                mbarrier.arrive(empty.index(stage), count=1)
+                lse2 = row_bufs.index(following * 2).load(columns)
+                minus_delta = _of_columns(row_bufs.index(following * 2 + 1), mma)
+                scores = warpgroup_mma_wait(0, deps=(scores_t,))
             stage = following
             phase = following_phase
     key_row = first + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
@@ -234,6 +263,8 @@ def _key_value_gradient(
 ):  # fmt: skip
     """The body of both kernels."""
     dtype: gl.constexpr = k_desc.dtype
+    # The kernel that writes delta may still be running, or the one behind it.
+    wait_for_primary_grid()
     key_heads = heads // group
     key_head = gl.program_id(0) % key_heads
     user, first_key, first, rows_out, keys = _key_block(

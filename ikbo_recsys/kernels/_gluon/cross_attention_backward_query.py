@@ -4,7 +4,8 @@ Letters: N packed query rows (candidates * seeds), H query heads, D head size, U
 
 The mirror image of `cross_attention_backward.py`: a consumer owns 64 query rows, whose dq stays in registers while the
 producer streams the user's keys and values past them, 64 at a time, from the last block to the first. It walks the tile
-table of the forward kernel. The first scores of an item are computed behind the last product of the one before.
+table of the forward kernel. The first scores of an item are computed behind the last product of the one before. Delta,
+which both kernels need, is made in passing: this one runs first.
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, load_rows, read_tile, row_places, store_rows, zero_rows
+from ikbo_recsys.kernels._gluon._attention_parts import (
+    advance,
+    load_rows,
+    read_tile,
+    row_places,
+    store_rows,
+    turn_pass,
+    turn_wait,
+    zero_rows,
+)
 from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 
 BLOCK_KEYS = 64
@@ -77,45 +87,108 @@ def _keys_producer(
 
 
 @gluon.jit
-def _row_facts(
-    lse_ptr, delta_ptr, permutation_ptr, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr
-):
-    """Log-sum-exp (base 2) and delta of 64 rows; weights 2^-inf = 0 for rows that do not exist."""
+def _row_lse(lse_ptr, permutation_ptr, row, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr):
+    """Log-sum-exp (base 2) of 64 rows; weights 2^-inf = 0 for rows that do not exist."""
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
     valid = rows < end
     at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
-    lse2 = gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
-    return lse2, gl.load(delta_ptr + at, mask=valid, other=0.0)
+    return gl.load(lse_ptr + at, mask=valid, other=float("inf")) * 1.4426950408889634
 
 
 @gluon.jit
-def _facts_of_either(
-    lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, row, skip, end, head, heads, seeds,
-    mma: gl.constexpr, PERMUTED: gl.constexpr,
+def _row_results(
+    out_ptr, permutation_ptr, row, end, head, heads, seeds, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """`_row_facts` of a tile's rows from the `skip`-th on, candidates' or users'."""
+    """64 rows of the output, zeros for rows that do not exist: 16 bytes a thread, and in each warp the 16 rows that are
+    its own in a product."""
+    lanes: gl.constexpr = 256 // D
+    layout: gl.constexpr = gl.BlockedLayout([16 // lanes, 8], [lanes, 32 // lanes], [4, 1], [1, 0])
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    valid = rows < end
+    places = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
+    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+    return gl.load((out_ptr + places * HEAD_SIZE)[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _row_delta(
+    delta_ptr, permutation_ptr, out, g_buf, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr,
+    PERMUTED: gl.constexpr, GRAD_LSE: gl.constexpr,
+):  # fmt: skip
+    """delta = sum(out * g) of 64 rows, less the gradient of the log-sum-exp, where `delta_ptr` holds one. Kept there,
+    for dk and dv."""
+    grad = g_buf.reshape([64, D]).load(out.type.layout)
+    delta = gl.convert_layout(gl.sum(out.to(gl.float32) * grad.to(gl.float32), 1), gl.SliceLayout(1, mma))
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    valid = rows < end
+    at = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
+    if GRAD_LSE:
+        delta -= gl.load(delta_ptr + at, mask=valid, other=0.0)
+    gl.store(delta_ptr + at, delta, mask=valid)
+    return delta
+
+
+@gluon.jit
+def _lse_of_either(
+    lse_ptr, ulse_ptr, permutation_ptr, row, skip, end, head, heads, seeds, mma: gl.constexpr, PERMUTED: gl.constexpr
+):
+    """`_row_lse` of a tile's rows from the `skip`-th on, candidates' or users'."""
     if ulse_ptr is None:
-        lse2, delta = _row_facts(
-            lse_ptr, delta_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED
+        lse2 = _row_lse(lse_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED)
+    else:
+        if row < 0:
+            lse2 = _row_lse(ulse_ptr, permutation_ptr, ~row + skip, end, head, heads, seeds, mma, False)
+        else:
+            lse2 = _row_lse(lse_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED)
+    return lse2
+
+
+@gluon.jit
+def _results_of_either(
+    out_ptr, uout_ptr, permutation_ptr, row, skip, end, head, heads, seeds, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """`_row_results` of a tile's rows from the `skip`-th on, candidates' or users'."""
+    if uout_ptr is None:
+        out = _row_results(out_ptr, permutation_ptr, row + skip, end, head, heads, seeds, D, HEAD_SIZE, PERMUTED)
+    else:
+        if row < 0:
+            out = _row_results(uout_ptr, permutation_ptr, ~row + skip, end, head, heads, seeds, D, HEAD_SIZE, False)
+        else:
+            out = _row_results(out_ptr, permutation_ptr, row + skip, end, head, heads, seeds, D, HEAD_SIZE, PERMUTED)
+    return out
+
+
+@gluon.jit
+def _delta_of_either(
+    delta_ptr, udelta_ptr, permutation_ptr, out, g_buf, row, skip, end, head, heads, seeds, mma: gl.constexpr,
+    D: gl.constexpr, PERMUTED: gl.constexpr, GRAD_LSE: gl.constexpr,
+):  # fmt: skip
+    """`_row_delta` of a tile's rows from the `skip`-th on, candidates' or users'."""
+    if udelta_ptr is None:
+        delta = _row_delta(
+            delta_ptr, permutation_ptr, out, g_buf, row + skip, end, head, heads, seeds, mma, D, PERMUTED, GRAD_LSE
         )
     else:
         if row < 0:
-            lse2, delta = _row_facts(
-                ulse_ptr, udelta_ptr, permutation_ptr, ~row + skip, end, head, heads, seeds, mma, False
+            delta = _row_delta(
+                udelta_ptr, permutation_ptr, out, g_buf, ~row + skip, end, head, heads, seeds, mma, D, False, GRAD_LSE
             )
         else:
-            lse2, delta = _row_facts(
-                lse_ptr, delta_ptr, permutation_ptr, row + skip, end, head, heads, seeds, mma, PERMUTED
+            delta = _row_delta(
+                delta_ptr, permutation_ptr, out, g_buf, row + skip, end, head, heads, seeds, mma, D, PERMUTED, GRAD_LSE
             )
-    return lse2, delta
+    return delta
 
 
 @gluon.jit
 def _rows_consumer(
     WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr, qk_scale, scale,
-    heads, seeds,
-    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+    table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr,
+    qk_scale, scale, heads, seeds,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr, GRAD_LSE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_bufs.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -128,12 +201,16 @@ def _rows_consumer(
     qp = 0
     stage = 0
     phase = 0
+    if WHO == 1:
+        turn_pass(1)
     if gl.program_id(0) < items:
         row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
         head = gl.program_id(0) % heads
-        lse2, delta = _facts_of_either(
-            lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, row, WHO * 64, end, head, heads, seeds,
-            mma, PERMUTED,
+        lse2 = _lse_of_either(
+            lse_ptr, ulse_ptr, permutation_ptr, row, WHO * 64, end, head, heads, seeds, mma, PERMUTED
+        )  # fmt: skip
+        out = _results_of_either(
+            out_ptr, uout_ptr, permutation_ptr, row, WHO * 64, end, head, heads, seeds, D, HEAD_SIZE, PERMUTED
         )  # fmt: skip
         mbarrier.wait(q_full.index(WHO), 0)
         mbarrier.wait(full.index(0), 0)
@@ -141,32 +218,32 @@ def _rows_consumer(
             q_bufs.index(WHO).reshape([64, D]), k_bufs.index(0).reshape([64, D]).permute((1, 0)), zero,
             use_acc=False, is_async=True
         )  # fmt: skip
+        delta = _delta_of_either(
+            delta_ptr, udelta_ptr, permutation_ptr, out, g_bufs.index(WHO), row, WHO * 64, end, head, heads, seeds, mma,
+            D, PERMUTED, GRAD_LSE,
+        )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for item in range(gl.program_id(0), items, step):
             more = item + step < items
             following = gl.where(more, item + step, item)
             next_row, next_end, _w, next_keys = read_tile(table_ptr, following, heads)
-            next_lse2, next_delta = _facts_of_either(
-                lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, permutation_ptr, next_row, WHO * 64, next_end,
-                following % heads, heads, seeds,
-                mma, PERMUTED,
+            # Behind the last item there are no rows.
+            next_end = gl.where(more, next_end, 0)
+            next_head = following % heads
+            next_lse2 = _lse_of_either(
+                lse_ptr, ulse_ptr, permutation_ptr, next_row, WHO * 64, next_end, next_head, heads, seeds, mma, PERMUTED
             )  # fmt: skip
             next_qs, next_qp = advance(qs + 0, qp + 0, 2)
             grad = g_bufs.index(qs * 2 + WHO).reshape([64, D])
             dq = gl.zeros((64, D), gl.float32, layout=wide)
             blocks = gl.maximum((keys + 63) // 64, 1)
             for j in range(blocks):
+                turn_wait(WHO)
                 grad_weights_t = warpgroup_mma(
                     grad, v_bufs.index(stage).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 weights = gl.exp2(scores * qk_scale - lse2[:, None])
-                grad_weights = warpgroup_mma_wait(0, deps=(grad_weights_t,))
-                grad_scores = weights * (grad_weights - delta[:, None])
-                valid = column < keys - (blocks - 1 - j) * 64
-                grad_scores = gl.where(valid[None, :], grad_scores, 0.0)
-                grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
-                dq_t = warpgroup_mma(grad_scores_16, k_bufs.index(stage).reshape([64, D]), dq, is_async=True)
-                # The next scores, of this item or of the next one, are computed behind this product.
+                # The next scores, of this item or of the next one, are computed while this step's are worked on.
                 is_last = j + 1 == blocks
                 from_qs = gl.where(is_last, next_qs, qs)
                 next_stage, next_phase = advance(stage + 0, phase + 0, STAGES)
@@ -176,12 +253,24 @@ def _rows_consumer(
                     q_bufs.index(from_qs * 2 + WHO).reshape([64, D]),
                     k_bufs.index(next_stage).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True,
                 )  # fmt: skip
-                dq, _kept = warpgroup_mma_wait(1, deps=(dq_t, grad_scores_16))
+                turn_pass(WHO)
+                grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
+                grad_scores = weights * (grad_weights - delta[:, None])
+                if (blocks - j) * 64 > keys:
+                    valid = column < keys - (blocks - 1 - j) * 64
+                    grad_scores = gl.where(valid[None, :], grad_scores, 0.0)
+                grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
+                dq_t = warpgroup_mma(grad_scores_16, k_bufs.index(stage).reshape([64, D]), dq, is_async=True)
+                scores, dq, _kept = warpgroup_mma_wait(0, deps=(scores_t, dq_t, grad_scores_16))
                 mbarrier.arrive(empty.index(stage), count=1)
-                scores = warpgroup_mma_wait(0, deps=(scores_t,))
                 stage = next_stage
                 phase = next_phase
             mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
+            # On their way while dq is stored.
+            next_out = _results_of_either(
+                out_ptr, uout_ptr, permutation_ptr, next_row, WHO * 64, next_end, next_head, heads, seeds,
+                D, HEAD_SIZE, PERMUTED,
+            )  # fmt: skip
             if udq_ptr is None:
                 store_rows(
                     dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds,
@@ -206,15 +295,18 @@ def _rows_consumer(
             end = next_end + 0
             keys = next_keys + 0
             lse2 = next_lse2
-            delta = next_delta
+            delta = _delta_of_either(
+                delta_ptr, udelta_ptr, permutation_ptr, next_out, g_bufs.index(qs * 2 + WHO), row, WHO * 64, end,
+                next_head, heads, seeds, mma, D, PERMUTED, GRAD_LSE,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _query_gradient(
-    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
-    table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr,
+    dq_ptr, udq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    GRAD_LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The body of both kernels."""
     dtype: gl.constexpr = k_desc.dtype
@@ -243,18 +335,18 @@ def _query_gradient(
                 _rows_consumer,
                 (
                     0, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-                    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr,
-                    qk_scale, scale, heads, seeds,
-                    D, HEAD_SIZE, STAGES, PERMUTED,
+                    table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
+                    permutation_ptr, qk_scale, scale, heads, seeds,
+                    D, HEAD_SIZE, STAGES, PERMUTED, GRAD_LSE,
                 ),
             ),
             (
                 _rows_consumer,
                 (
                     1, q_bufs, g_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-                    table_ptr, items, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr, permutation_ptr,
-                    qk_scale, scale, heads, seeds,
-                    D, HEAD_SIZE, STAGES, PERMUTED,
+                    table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
+                    permutation_ptr, qk_scale, scale, heads, seeds,
+                    D, HEAD_SIZE, STAGES, PERMUTED, GRAD_LSE,
                 ),
             ),
             (
@@ -276,36 +368,37 @@ SIZES = ["permutation_ptr", "heads", "group", "seeds"]
 
 @gluon.jit(do_not_specialize=SIZES)
 def attention_backward_query(
-    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads,
-    group, seeds,
+    q_desc, g_desc, k_desc, v_desc, out_ptr, lse_ptr, delta_ptr, dq_ptr, table_ptr, permutation_ptr, qk_scale, scale,
+    heads, group, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    GRAD_LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dq, contiguous `[N, H, D]`.
+    """Write dq, contiguous `[N, H, D]`, and delta `[N, H]`.
 
     Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
-    when jagged). lse and delta are contiguous `[N, H]`. With PERMUTED, 64 divides the number of seeds.
+    when jagged). The output is contiguous as dq is, lse `[N, H]`. With GRAD_LSE `delta_ptr` holds the gradient of the
+    log-sum-exp. With PERMUTED, 64 divides the number of seeds.
     """
     _query_gradient(
-        q_desc, None, g_desc, None, k_desc, v_desc, lse_ptr, None, delta_ptr, None, dq_ptr, None, table_ptr,
-        permutation_ptr, qk_scale, scale, heads, group, seeds,
-        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        q_desc, None, g_desc, None, k_desc, v_desc, out_ptr, None, lse_ptr, None, delta_ptr, None, dq_ptr, None,
+        table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, GRAD_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def attention_backward_query_both(
-    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
-    table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+    q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr,
+    dq_ptr, udq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    GRAD_LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`attention_backward_query` over the tiles of `fill_tile_table_both`: dq of candidates' and of users' rows.
 
-    uq and ug are `[U * X, H, D]` (X own rows per user), ulse, udelta and udq as lse, delta and dq.
+    uq and ug are `[U * X, H, D]` (X own rows per user), uout, ulse, udelta and udq as out, lse, delta and dq.
     """
     _query_gradient(
-        q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr, dq_ptr, udq_ptr,
-        table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
-        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        q_desc, uq_desc, g_desc, ug_desc, k_desc, v_desc, out_ptr, uout_ptr, lse_ptr, ulse_ptr, delta_ptr, udelta_ptr,
+        dq_ptr, udq_ptr, table_ptr, permutation_ptr, qk_scale, scale, heads, group, seeds,
+        D, HEAD_SIZE, STAGES, JAGGED, PERMUTED, GRAD_LSE, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
