@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.emulator.scheduler import Barrier, NamedBarrier, Scheduler
-from tests.emulator.values import Descriptor, Pointer, Product, Shared, Value, number, raw
+from tests.emulator.values import Descriptor, Eights, Pointer, Product, Shared, Value, number, raw
 
 
 class Block:
@@ -363,6 +363,7 @@ _STAND_INS: Mapping[str, Any] = {
     "tma": tma,
     "async_copy": async_copy,
     "fence_async_shared": fence_async_shared,
+    "eights": Eights,
     "tma_load": tma_load,
     "tma_store": tma_store,
     "warpgroup_mma": warpgroup_mma,

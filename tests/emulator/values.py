@@ -237,6 +237,27 @@ class Shared:
         return self.memory
 
 
+class Eights:
+    """What `_compat.eights` gives of a block: pieces of 8 rows and 64 columns, as int32.
+
+    Here columns are in their order; on a GPU they are swizzled within a row, which code may not depend on.
+    """
+
+    def __init__(self, block: Shared, rows: Any, columns: Any) -> None:
+        self._rows, self._columns = number(rows), number(columns)
+        assert block.shape == [self._rows, self._columns]
+        assert block.dtype.itemsize == 2
+        swizzle = getattr(block.layout, "swizzle_byte_width", None)
+        assert swizzle == 128, f"a swizzle of {swizzle} bytes"
+        self._block = block
+
+    def index(self, i: Any) -> Shared:
+        half, eight = divmod(number(i), self._rows // 8)
+        assert 0 <= half < self._columns // 64, f"piece {i} of {self._rows // 8 * self._columns // 64}"
+        piece = self._block.slice(eight * 8, 8).slice(half * 64, 64, dim=1)
+        return Shared(piece.memory.view(torch.int32), piece.dirty[:, ::2], None)
+
+
 def _writer() -> int:
     from tests.emulator import language
 

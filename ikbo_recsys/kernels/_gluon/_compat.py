@@ -12,6 +12,20 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """`tma_store(descriptor, coordinates, shared)`: shared to global, waited for with `tma.store_wait`."""
 
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def eights(block, ROWS: gl.constexpr, D: gl.constexpr):
+    """A block `[ROWS, D]` of 16-bit values that TMA swizzles by 128 bytes, as it lies in shared memory: int32 views
+    `[8, 32]`, of 8 rows and 64 columns each, `.index(column // 64 * (ROWS // 8) + row // 8)`.
+
+    Unlike a slice a view may be one of a loop. What is a row of the block is one of the view, but its columns are
+    swizzled.
+    """
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    return _reinterpret(block, gl.int32, [D // 64 * (ROWS // 8), 8, 32], layout)
+
 
 @gluon.jit
 def wait_for_primary_grid():
