@@ -110,6 +110,18 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def item_of(turn, items):
+    """The item of a turn. Thread blocks walk the items in rounds, every second one backwards: the longest come first,
+    and nobody is to have the longest of each round. The last whole round is a backward one, since what may be left
+    behind it is the first blocks'."""
+    step = gl.num_programs(0)
+    number = turn // step
+    behind = items // step - 1 - number
+    is_backwards = (behind >= 0) & (behind % 2 == 0)
+    return gl.where(is_backwards, (2 * number + 1) * step - 1 - turn, turn)
+
+
+@gluon.jit
 def read_tile(table_ptr, item, heads):
     """First row, end of the user's rows, where the user's keys are, and how many, of an item."""
     entry = table_ptr + (1 + item // heads) * 4

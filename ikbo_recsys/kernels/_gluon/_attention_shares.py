@@ -17,7 +17,7 @@ Letters: D head size, KEYS keys of a block.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ikbo_recsys.kernels._gluon._attention_parts import key_blocks, read_tile, rescale
+from ikbo_recsys.kernels._gluon._attention_parts import item_of, key_blocks, read_tile, rescale
 from ikbo_recsys.kernels._gluon._attention_softmax import (
     fresh_maximum,
     fresh_sums,
@@ -82,7 +82,7 @@ def turns(table_ptr, items, heads, KEYS: gl.constexpr, SHARES: gl.constexpr):
         plan = _cut(table_ptr, items, heads, KEYS)
         return 0, plan[0], plan
     elif SHARES == 0:
-        return gl.program_id(0), items, (0,)
+        return gl.program_id(0), items, (items,)
     else:
         return gl.program_id(0), items * SHARES, (0,)
 
@@ -100,7 +100,7 @@ def turn_of(turn, plan, SHARES: gl.constexpr):
     """`(item, low, high, unit)`: the item of a turn, and that it is its blocks from low / unit to high / unit of
     them."""
     if SHARES == 0:
-        return turn, 0, 1, 1
+        return item_of(turn, plan[0]), 0, 1, 1
     elif SHARES == 1:
         _turns, early_turn, early_item, early_low, early_high, late_turn, late_item, late_low, unit = plan
         is_early = turn == early_turn

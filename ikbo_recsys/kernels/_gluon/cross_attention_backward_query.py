@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ikbo_recsys.kernels._gluon._attention_parts import (
     advance,
+    item_of,
     load_rows,
     read_tile,
     row_places,
@@ -54,7 +55,8 @@ def _keys_producer(
     stage = 0
     phase = 0
     tail_phase = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for turn in range(gl.program_id(0), items, gl.num_programs(0)):
+        item = item_of(turn, items)
         row, end, where, keys = read_tile(table_ptr, item, heads)
         head = item % heads
         for i in gl.static_range(2):
@@ -204,8 +206,9 @@ def _rows_consumer(
     if WHO == 1:
         turn_pass(1)
     if gl.program_id(0) < items:
-        row, end, _where, keys = read_tile(table_ptr, gl.program_id(0), heads)
-        head = gl.program_id(0) % heads
+        item = item_of(gl.program_id(0), items)
+        row, end, _where, keys = read_tile(table_ptr, item, heads)
+        head = item % heads
         lse2 = _lse_of_either(
             lse_ptr, ulse_ptr, permutation_ptr, row, WHO * 64, end, head, heads, seeds, mma, PERMUTED
         )  # fmt: skip
@@ -223,9 +226,9 @@ def _rows_consumer(
             D, PERMUTED, GRAD_LSE,
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
-        for item in range(gl.program_id(0), items, step):
-            more = item + step < items
-            following = gl.where(more, item + step, item)
+        for turn in range(gl.program_id(0), items, step):
+            more = turn + step < items
+            following = item_of(gl.where(more, turn + step, turn), items)
             next_row, next_end, _w, next_keys = read_tile(table_ptr, following, heads)
             # Behind the last item there are no rows.
             next_end = gl.where(more, next_end, 0)
@@ -273,25 +276,26 @@ def _rows_consumer(
             )  # fmt: skip
             if udq_ptr is None:
                 store_rows(
-                    dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads, seeds,
+                    dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, head, heads, seeds,
                     wide, D, HEAD_SIZE, PERMUTED,
                 )  # fmt: skip
             else:
                 if row < 0:
                     store_rows(
-                        udq_ptr, permutation_ptr, (dq * scale).to(dtype), ~row + WHO * 64, end, item % heads, heads,
+                        udq_ptr, permutation_ptr, (dq * scale).to(dtype), ~row + WHO * 64, end, head, heads,
                         seeds,
                         wide, D, HEAD_SIZE, False,
                     )  # fmt: skip
                 else:
                     store_rows(
-                        dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, item % heads, heads,
+                        dq_ptr, permutation_ptr, (dq * scale).to(dtype), row + WHO * 64, end, head, heads,
                         seeds,
                         wide, D, HEAD_SIZE, PERMUTED,
                     )  # fmt: skip
             qs = next_qs
             qp = next_qp
             row = next_row + 0
+            head = next_head + 0
             end = next_end + 0
             keys = next_keys + 0
             lse2 = next_lse2
