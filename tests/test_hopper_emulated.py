@@ -187,9 +187,12 @@ def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: 
         buffer = buffer[valid]
         options = {"kv_offsets": torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))}
     leaves = [x.clone().requires_grad_() for x in (query, *buffer.unbind(-3))]
+    # The gradient of the log-sum-exp, of rows that have one.
+    grad_lse = torch.randn(cands, seeds, heads[0]) * (lengths[index.to_user] > 0)[:, None, None]
     with emulated(seeds, EAGER[users % 3], 3) as ran, kernels.use_backend("gluon"):
-        out = kernels.cross_attention(*leaves[:3], index, **options)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        out, lse = kernels.cross_attention(*leaves[:3], index, return_lse=True, **options)
+        grads = torch.autograd.grad((out, lse) if grouped else out, leaves, (grad, grad_lse) if grouped else grad)
+        found = [out.detach(), *grads]
     # Without adjacent rows the gradients are the portable kernels'.
     adjacent = grouped or seeds % 64 == 0
     assert ran[0] == "attention_forward"
@@ -197,7 +200,11 @@ def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: 
 
     exact = [x.double().requires_grad_() for x in (query, *history.unbind(2))]
     twin = twins.cross_attention(*exact, index.to_user, lengths)
-    expected = [twin.detach(), *torch.autograd.grad(twin, exact, grad.double())]
+    loss = (twin * grad.double()).sum()
+    if grouped:
+        _, exact_lse = kernels.cross_attention(*exact, index, kv_lengths=lengths, return_lse=True)
+        loss = loss + (exact_lse * grad_lse).masked_fill(grad_lse == 0, 0.0).sum()
+    expected = [twin.detach(), *torch.autograd.grad(loss, exact)]
     if layout == "jagged":
         expected[2:] = [x[valid] for x in expected[2:]]
     for name, ours, true in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
