@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import struct
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import _plan, cross_attention, explain, use_backend
+from ikbo_recsys.kernels import _attention_hopper, _plan, cross_attention, explain, use_backend
 from tests import standin
 from tests.standin import StandIn, inside, outside
 from tests.test_repeated_launches import Call, check, make_index, train
@@ -96,6 +97,27 @@ def test_shared_tiles(gpu: StandIn) -> None:
     assert [launch.kernel for launch in found["parts"]] == ["attention_forward_shared", "merge_parts"]
     assert [launch.kernel for launch in found["last round"]] == ["attention_forward_shared"]
     assert "merge_parts" not in [launch.kernel for launch in found["last round, trained"]]
+
+
+@inside
+def test_whole_numbers_as_scales(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are arguments as all scales are: Triton would compile an int into the kernel, for the others too."""
+    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    (query, key, value), index = make(gpu, torch.float16, 128), make_index(gpu, U, B)
+    grad = gpu.randn(B, 128, 2, 64)
+    with use_backend("gluon"):
+        for scales in ((1, 0.5, 2), (0.25, 3)):
+            _plan.forget()
+            for scale in scales:
+                call = train(lambda q, k, v, s=scale: cross_attention(q, k, v, index, scale=s), grad, query, key, value)
+                _, of_query, of_history = gpu.launches(call)[-3:]
+                for launch in (of_query, of_history):
+                    assert _bits(scale) in launch.arguments, (scale, launch.kernel)
+
+
+def _bits(number: float) -> int:
+    """Of an fp32 argument, as `Launch` shows it."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 @inside

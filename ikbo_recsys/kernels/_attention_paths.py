@@ -114,6 +114,7 @@ def attention(
             offsets, permutation = group(to_user, num_users)
         rest = (key, value, offsets, permutation, kv, layout, scale)
         return operators.call(path, query, user_query, rest, return_lse)
-    plan = (Plan if user_query is None else BothPlan)(path, num_users, layout, scale, return_lse)
+    # Triton compiles whole numbers into a kernel, and launches are remembered for scales of any value.
+    plan = (Plan if user_query is None else BothPlan)(path, num_users, layout, float(scale), return_lse)
     _plan.remember(known, plan)
     return plan(query, key, value, to_user, offsets, kv, *(() if user_query is None else (user_query,)))
