@@ -270,6 +270,34 @@ def test_launches_are_made_although_the_call_fails(gpu: StandIn) -> None:
 
 
 @inside
+def test_a_table_is_shared_once_it_is_written(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread on the same stream does not get the table of a first call whose kernels are still compiled."""
+    query, key, value = make(gpu, torch.float16, 128)
+    index, wide = make_index(gpu, U, B), make(gpu, torch.float16, 128, size=128)
+    begins, ends = threading.Event(), threading.Event()
+
+    def compile_slowly(*_: Any) -> None:
+        begins.set()
+        assert ends.wait(60)
+
+    with use_backend("gluon"), torch.no_grad():
+        cross_attention(*wide, make_index(gpu, U, B))  # compiled, and planned
+        monkeypatch.setattr(_plan._Together, "compile", compile_slowly)
+        with gpu.recording() as launches:
+            thread = threading.Thread(target=lambda: cross_attention(query, key, value, index))
+            thread.start()
+            try:
+                assert begins.wait(60)
+                cross_attention(*wide, index)
+            finally:
+                ends.set()
+                thread.join()
+        assert [launch.kernel for launch in launches] == ["fill_tile_table", "attention_forward"] * 2
+        again = gpu.launches(lambda: cross_attention(*wide, index))
+    assert [launch.kernel for launch in again] == ["attention_forward"]
+
+
+@inside
 def test_operators_of_traced_graphs_keep_no_table(gpu: StandIn) -> None:
     """Inductor writes other contents into an index tensor without raising its version counter."""
     from ikbo_recsys.kernels._attention_operators import cross_attention_hopper

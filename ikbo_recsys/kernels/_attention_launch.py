@@ -6,6 +6,7 @@ heads, D head size.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ikbo_recsys.kernels._backend import has_large_shared_memory
 from ikbo_recsys.kernels._launch import DerivedCache, Room, cdiv, device_guard, input_precision
-from ikbo_recsys.kernels._plan import Launch, is_traced
+from ikbo_recsys.kernels._plan import Launch, is_traced, once_launched
 from ikbo_recsys.kernels._tiles import Row, pick
 
 FULL, LENGTHS, JAGGED = 0, 1, 2
@@ -94,7 +95,9 @@ def index_cache(index: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     if value is None:
         if len(values) >= 8:  # of other shapes, and of contents that lengths had
             values.clear()
-        value = values[key] = make()
+        value = make()
+        # Other threads launch on this stream, too, and must not be before what is still to be written.
+        once_launched(functools.partial(values.__setitem__, key, value))
     return value
 
 

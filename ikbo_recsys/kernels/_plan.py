@@ -226,9 +226,13 @@ class _Together:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.calls: list[tuple[Launch, Sequence[Any], Sequence[Layout]]] = []
+        self.behind: list[Callable[[], None]] = []
+
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
 
     def takes(self, launch: Launch, arguments: Sequence[Any], layouts: Sequence[Layout]) -> bool:
-        if threading.get_ident() != self._thread:
+        if not self.is_here():
             return False
         self.calls.append((launch, arguments, layouts))
         return True
@@ -273,7 +277,7 @@ def compiled_together(tensor: Tensor) -> Iterator[None]:
         yield
     finally:
         _together = None
-        # Whatever went wrong: others may have got to know what these launches are about to write.
+        # Whatever went wrong within: what was to be known once they are made is valid.
         try:
             together.compile(tensor.device)
         except Exception:
@@ -283,6 +287,18 @@ def compiled_together(tensor: Tensor) -> Iterator[None]:
             for launch, arguments, layouts in together.calls:
                 with _launch.device_guard(tensor):
                     launch(arguments, layouts)
+            for action in together.behind:
+                action()
+
+
+def once_launched(action: Callable[[], None]) -> None:
+    """Do something once this thread's launches so far are made: now, or at the end of `compiled_together`. Let others
+    know, for example, of what they write."""
+    together = _together
+    if together is not None and together.is_here():
+        together.behind.append(action)
+    else:
+        action()
 
 
 def _checked(arguments: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
