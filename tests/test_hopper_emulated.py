@@ -209,3 +209,27 @@ def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: 
         expected[2:] = [x[valid] for x in expected[2:]]
     for name, ours, true in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         assert relative_error(ours, true) < 1e-3, name
+
+
+@interpreted
+def test_cross_attention_saved_tensors_come_back_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a buffer of many, for example: the gradients are the portable kernels', which read any address."""
+    from ikbo_recsys.kernels import _attention_hopper
+    from tests.emulator import emulated
+
+    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+
+    def unaligned(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) if x.is_floating_point() else x
+
+    index, grad = make_index(2, 3, True), torch.randn(3, 64, 1, 64).half()
+    leaves = [torch.randn(shape).half().requires_grad_() for shape in ((3, 64, 1, 64), (2, 70, 1, 64), (2, 70, 1, 64))]
+    found = []
+    with emulated() as ran, kernels.use_backend("gluon"):
+        for unpack in (lambda x: x, unaligned):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+                out = kernels.cross_attention(*leaves, index)
+            found.append(torch.autograd.grad(out, leaves, grad))
+    assert ran.count("attention_backward_query") == 1
+    for usual, ours in zip(*found, strict=True):
+        assert relative_error(ours, usual.double()) < 1e-3

@@ -21,6 +21,7 @@ from ikbo_recsys.kernels._attention_hopper import (
     flat_query_strides,
     forward_launch,
     history_layout,
+    is_saved_ready,
     result_layout,
     rows_layout,
     shared_table,
@@ -70,8 +71,10 @@ class Forward:
         return (out, user_out), (lse, user_lse)
 
 
-def backward_refusal(problem: Problem, grads: Pair) -> str | None:
+def backward_refusal(problem: Problem, outs: Pair, grads: Pair) -> str | None:
     """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
+    if not is_saved_ready(problem, *outs):
+        return "a saved tensor came back unaligned"
     if not adjacent_rows(problem) or any(flat_query_strides(x) is None for x in queries(problem)):
         return "query rows of one user are not adjacent"
     if any(not is_tma_ready(grad) or flat_query_strides(grad) is None for grad in grads):

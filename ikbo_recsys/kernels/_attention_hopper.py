@@ -263,13 +263,21 @@ class Forward:
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward_refusal(problem: Problem, grad: Tensor) -> str | None:
+def backward_refusal(problem: Problem, out: Tensor, grad: Tensor) -> str | None:
     """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
+    if not is_saved_ready(problem, out):
+        return "a saved tensor came back unaligned"
     if not adjacent_rows(problem) or flat_query_strides(problem.query) is None:
         return "query rows of one user are not adjacent"
     if not is_tma_ready(grad) or flat_query_strides(grad) is None:
         return "the rows of the gradient are not adjacent and aligned"
     return None
+
+
+def is_saved_ready(problem: Problem, *outs: Tensor) -> bool:
+    """Whether saved tensors still are what `refusal` asks for: hooks may have put them elsewhere."""
+    queries = (problem.query,) if problem.user_query is None else (problem.query, problem.user_query)
+    return all(map(is_tma_ready, (*queries, problem.key, problem.value, *outs)))
 
 
 def fills_the_gpu(problem: Problem) -> bool:

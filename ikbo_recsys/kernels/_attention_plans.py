@@ -88,7 +88,7 @@ class Plan:
 
     def backward(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any, needs: tuple[Any, ...]) -> Any:
         """dq, dk and dv, None where not needed; `needs` says for each, `grad_lse` is None where there is none."""
-        facts = (*_facts(problem.query, problem.key, problem.value, grad), needs, grad_lse is None)
+        facts = (*_facts(problem.query, problem.key, problem.value, out, grad), needs, grad_lse is None)
         return self._backward(facts, problem, out, lse, grad, grad_lse, needs)
 
     def _backward(
@@ -103,7 +103,7 @@ class Plan:
     ) -> Any:
         run = self._backwards.get(facts)
         if run is None:
-            run = self._backwards[facts] = Backward(problem, grad, needs, self.path, grad_lse is not None)
+            run = self._backwards[facts] = Backward(problem, out, grad, needs, self.path, grad_lse is not None)
         return run(problem, out, lse, grad, grad_lse)
 
 
@@ -131,13 +131,13 @@ class BothPlan(Plan):
 
     def backward(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any, needs: tuple[Any, ...]) -> Any:
         saved = (problem.query, problem.user_query, problem.key, problem.value)
-        facts = (*_facts(*saved, *grad), needs, grad_lse is None)
+        facts = (*_facts(*saved, *out, *grad), needs, grad_lse is None)
         return self._backward(facts, problem, out, lse, grad, grad_lse, needs)
 
 
 def _facts(*tensors: Any) -> list[Hashable]:
     """What prepared launches depend on. Saved tensors are not always as they were: hooks may have moved them
-    (`torch.autograd.graph.save_on_cpu`), and back they come contiguous."""
+    (`torch.autograd.graph.save_on_cpu`), and back they come contiguous, and not always aligned."""
     found: list[Hashable] = [tensors[-1].dtype]
     for tensor in tensors:
         found += (tensor.stride(), tensor.data_ptr() & 15)
@@ -156,19 +156,20 @@ class Backward:
 
     Args:
         problem: the call.
-        grad: of the output; a pair where there are two.
+        out: the output; a pair where there are two.
+        grad: of the output, as that is.
         needs: of dq (a pair where there are two), dk and dv.
         path: "triton" or "gluon".
         has_grad_lse: whether the log-sum-exp has a gradient.
     """
 
     def __init__(
-        self, problem: Problem, grad: Any, needs: tuple[Any, bool, bool], path: str, has_grad_lse: bool
+        self, problem: Problem, out: Any, grad: Any, needs: tuple[Any, bool, bool], path: str, has_grad_lse: bool
     ) -> None:
         is_both = problem.user_query is not None
         on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable)
         need_dq, need_dk, need_dv = needs
-        fits = path == "gluon" and on_hopper.backward_refusal(problem, grad) is None
+        fits = path == "gluon" and on_hopper.backward_refusal(problem, out, grad) is None
         by_hopper = on_hopper.Backward(problem, grad, has_grad_lse) if fits else None
         # The Hopper kernel writes dq of both kinds of rows; the portable one as asked for, or delta alone.
         is_whole = all(need_dq) if is_both else need_dq
@@ -194,7 +195,7 @@ def backward(
 ) -> tuple[Any, Any, Any]:
     """dq, dk and dv, contiguous, None where not needed."""
     grad = tuple(map(_readable, grad)) if isinstance(grad, tuple) else _readable(grad)
-    return Backward(problem, grad, needs, path, grad_lse is not None)(problem, out, lse, grad, grad_lse)
+    return Backward(problem, out, grad, needs, path, grad_lse is not None)(problem, out, lse, grad, grad_lse)
 
 
 def _readable(grad: Tensor) -> Tensor:
