@@ -70,6 +70,8 @@ class Room:
     def __call__(self) -> Tensor:
         if not self._is_static:
             return torch.empty(self._size, dtype=self._dtype, device=self._device)
+        if self._strides is None:
+            return torch.empty(self._size, dtype=self._dtype, device=self._device)
         return torch.empty_strided(self._size, self._strides, dtype=self._dtype, device=self._device)
 
 
