@@ -55,21 +55,20 @@ def device_guard(tensor: Tensor) -> Any:
 class Room:
     """Contiguous tensors of one shape, to be written: `torch.empty`, which takes twice as long without strides.
 
-    Of dynamic sizes PyTorch's compiler cannot tell that strides are contiguous: it would copy what is read later.
+    Not in traced calls, in which this has to be made anew: TorchInductor copies what a kernel writes into.
     """
 
-    __slots__ = ("_device", "_dtype", "_is_static", "_size", "_strides")
+    __slots__ = ("_device", "_dtype", "_size", "_strides")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        from ikbo_recsys.kernels._plan import is_traced
+
         strides = list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))
         # A `torch.Size` is read more slowly than a tuple.
-        self._size, self._strides = tuple(shape), tuple(reversed(strides))
-        self._is_static = all(isinstance(size, int) for size in self._size)
+        self._size, self._strides = tuple(shape), None if is_traced() else tuple(reversed(strides))
         self._dtype, self._device = dtype, device
 
     def __call__(self) -> Tensor:
-        if not self._is_static:
-            return torch.empty(self._size, dtype=self._dtype, device=self._device)
         if self._strides is None:
             return torch.empty(self._size, dtype=self._dtype, device=self._device)
         return torch.empty_strided(self._size, self._strides, dtype=self._dtype, device=self._device)
