@@ -108,16 +108,8 @@ class Backward:
         delta, user_delta = map(new_delta, lses, (None, None) if grad_lses is None else grad_lses)
         dq, user_dq = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in queries(problem))
         with device_guard(problem.query):
-            pointers = (
-                *outs,
-                *lses,
-                delta,
-                user_delta,
-                dq,
-                user_dq,
-                shared_table(problem),
-                problem.index_pointers()[1],
-            )
+            written = (delta, user_delta, dq, user_dq)
+            pointers = (*outs, *lses, *written, shared_table(problem), problem.index_pointers()[1])
             numbers = (qk_scale, scale, heads, group, problem.query.shape[1])
             self._run(self._launch_query, problem, grads, (*pointers, *numbers))
         return (dq, user_dq), (delta, user_delta)

@@ -290,17 +290,14 @@ def backward_launches(
 ) -> tuple[Launch, Launch]:
     """Of one of the two kernels for delta and dq, and of the one for dk and dv that belongs to it."""
     query = problem.query
-    heads = query.shape[2]
+    heads, is_jagged = query.shape[2], problem.layout == JAGGED
     common = {"D": padded, "HEAD_SIZE": query.shape[3], "PERMUTED": problem.permutation is not None}
     tile = BACKWARD_QUERY_TILES[padded]
     of_query = Launch(
         kernels[0],
         problem.index_key(),
         min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-        {
-            **{**common, "STAGES": tile.stages, "JAGGED": problem.layout == JAGGED, "GRAD_LSE": has_grad_lse},
-            **tile.registers(),
-        },
+        {**common, "STAGES": tile.stages, "JAGGED": is_jagged, "GRAD_LSE": has_grad_lse, **tile.registers()},
         num_warps=4,
         launch_pdl=True,
     )

@@ -259,19 +259,32 @@ def _place_rows(
 
 
 @gluon.jit
+def row_pointers(
+    out_ptr, permutation_ptr, row, end, head, heads, seeds, layout: gl.constexpr, D: gl.constexpr,
+    HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Where 64 rows of a head lie in a contiguous `[B, S, H, D]`, each where its candidate is, and a mask of those
+    before `end`."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    valid = rows < end
+    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
+    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
+    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
+    return pointers[:, None] + columns[None, :], mask
+
+
+@gluon.jit
 def store_rows(
     out_ptr, permutation_ptr, out, row, end, head, heads, seeds, mma: gl.constexpr, D: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     PERMUTED: gl.constexpr,
 ):  # fmt: skip
     """Store the rows before `end` of 64 output rows, each to where its candidate lies."""
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
-    valid = rows < end
-    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
-    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
-    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
-    gl.store(pointers[:, None] + columns[None, :], out, mask=mask)
+    pointers, mask = row_pointers(
+        out_ptr, permutation_ptr, row, end, head, heads, seeds, mma, D, HEAD_SIZE, PERMUTED
+    )  # fmt: skip
+    gl.store(pointers, out, mask=mask)
 
 
 @gluon.jit
@@ -283,13 +296,10 @@ def send_rows(
     accumulator's layout has 4 bytes a thread and half sectors. Aligned, since the output is contiguous and head sizes
     are multiples of 8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    valid = rows < end
-    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
-    pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
-    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
-    gl.store(pointers[:, None] + columns[None, :], tile.load(layout), mask=mask)
+    pointers, mask = row_pointers(
+        out_ptr, permutation_ptr, row, end, head, heads, seeds, layout, D, HEAD_SIZE, PERMUTED
+    )  # fmt: skip
+    gl.store(pointers, tile.load(layout), mask=mask)
 
 
 @gluon.jit

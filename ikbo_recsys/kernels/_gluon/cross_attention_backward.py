@@ -171,6 +171,12 @@ def _of_columns(facts, mma: gl.constexpr):
 
 
 @gluon.jit
+def _start_scores(key, q_buf, zero, D: gl.constexpr):
+    """The product of a block's keys with 64 query rows, under way."""
+    return warpgroup_mma(key, q_buf.reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _keys_consumer(
     WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty,
     dk_ptr, dv_ptr, out_row, first, rows_out, keys, start, end, user_seeds, key_head, key_heads, group, qk_scale, scale,
@@ -197,9 +203,7 @@ def _keys_consumer(
         value = v_bufs.index(WHO).reshape([64, D])
         mbarrier.wait(history, 0)
         mbarrier.wait(full.index(0), 0)
-        scores_t = warpgroup_mma(
-            key, q_bufs.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        scores_t = _start_scores(key, q_bufs.index(0), zero, D)
         lse2 = row_bufs.index(0).load(columns)
         minus_delta = _of_columns(row_bufs.index(1), mma)
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
@@ -217,20 +221,13 @@ def _keys_consumer(
             if D == 64:
                 # The next rows' scores are computed while these are worked on, where registers allow it.
                 mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
-                scores_t = warpgroup_mma(
-                    key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
+                scores_t = _start_scores(key, q_bufs.index(following), zero, D)
                 grad_weights = warpgroup_mma_wait(2, deps=(grad_weights_t,))
             else:
                 grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
             grad_scores = weights * grad_weights
             grad_scores_16 = gl.convert_layout(grad_scores.to(dtype), operand)
             dk_t = warpgroup_mma(grad_scores_16, query, dk, is_async=True)
-            if D != 64:
-                mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
-                scores_t = warpgroup_mma(
-                    key, q_bufs.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
             if D == 64:
                 lse2 = row_bufs.index(following * 2).load(columns)
                 minus_delta = _of_columns(row_bufs.index(following * 2 + 1), mma)
@@ -238,6 +235,8 @@ def _keys_consumer(
                 dk, _g = warpgroup_mma_wait(0, deps=(dk_t, grad_scores_16))
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
+                mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
+                scores_t = _start_scores(key, q_bufs.index(following), zero, D)
                 dv, _w = warpgroup_mma_wait(2, deps=(dv_t, weights_16))
                 dk, _g = warpgroup_mma_wait(1, deps=(dk_t, grad_scores_16))
                 mbarrier.arrive(empty.index(stage), count=1)

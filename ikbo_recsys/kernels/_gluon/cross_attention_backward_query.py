@@ -23,6 +23,7 @@ from ikbo_recsys.kernels._gluon._attention_parts import (
     load_rows,
     read_tile,
     row_places,
+    row_pointers,
     store_rows,
     turn_pass,
     turn_wait,
@@ -106,12 +107,10 @@ def _row_results(
     its own in a product."""
     lanes: gl.constexpr = 256 // D
     layout: gl.constexpr = gl.BlockedLayout([16 // lanes, 8], [lanes, 32 // lanes], [4, 1], [1, 0])
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    valid = rows < end
-    places = row_places(permutation_ptr, rows, valid, seeds, PERMUTED).to(gl.int64) * heads + head
-    mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
-    return gl.load((out_ptr + places * HEAD_SIZE)[:, None] + columns[None, :], mask=mask, other=0.0)
+    pointers, mask = row_pointers(
+        out_ptr, permutation_ptr, row, end, head, heads, seeds, layout, D, HEAD_SIZE, PERMUTED
+    )  # fmt: skip
+    return gl.load(pointers, mask=mask, other=0.0)
 
 
 @gluon.jit
