@@ -578,10 +578,17 @@ def test_descriptors_of_many_addresses(gpu: StandIn) -> None:
             _, launch = gpu.launches(lambda cand=cand: compression_linear(user, cand, weight, index))
             assert launch.arguments[5][:2] == ("descriptor", gpu.place(cand.data_ptr(), b""))
     (plan,) = _plan._plans.values()
-    run = plan._forward._cand._launch._run
-    memories = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))["memories"].cell_contents
+    seen = held(plan._forward._cand._launch._run)
+    memories = held(seen["descriptors"])["memories"]
     assert len(memories[0]) == 1
-    assert 1 < len(memories[1]) <= _direct._MOST_ADDRESSES
+    for memory in (memories[1], seen["together"]):
+        assert 1 < len(memory) <= _direct._MOST_ADDRESSES
+
+
+def held(function: Any) -> dict[str, Any]:
+    """What a closure holds, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 @inside

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _tuning
-from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, device_guard, is_tma_ready, multiprocessors
+from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, is_tma_ready, multiprocessors
 from ikbo_recsys.kernels._plan import Launch
-from ikbo_recsys.kernels._tma import TensorLayout, launch
+from ikbo_recsys.kernels._tma import TensorLayout
 
 ROWS = 64
 USER_STEP, USER_STAGES = 64, 4
@@ -24,6 +24,8 @@ STAGES = {256: 6, 128: 8, 64: 12}
 SHARED_MEMORY = 226 << 10
 """Of a block, without its barriers."""
 WEIGHT_BYTES = ROWS * STEP * 2
+WEIGHT_STEP = TMA_ALIGNMENT // 2
+"""Of how many columns a weight's parts are made a multiple: their rows are aligned then."""
 TAIL_UNIT = 1.13
 """A tail block's unit takes so many times as long as a pair's: as many products, and the rows of two candidates come
 from L2 for them. At 7 row tiles and 132 blocks it gives 21 tail blocks. Least time took, of 20 to 25, 21 at D = 256 and
@@ -166,9 +168,7 @@ class UserPart:
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
         part = self._part()
-        rest = (part if bias is None else bias, part, *self._numbers)
-        with device_guard(user):
-            launch(self._launch, self._layouts, (weight, user), rest)
+        self._launch((weight, user, part if bias is None else bias, part, *self._numbers), self._layouts)
         return part
 
 
@@ -198,9 +198,8 @@ class CandidatePart:
     ) -> Tensor:
         out = self._out()
         # An absent one is never read: any pointer stands for it.
-        rest = (out if part is None else part, out if to_user is None else to_user, out, *self._numbers)
-        with device_guard(cand):
-            launch(self._launch, self._layouts, (weight, cand, out), rest)
+        pointers = (out if part is None else part, out if to_user is None else to_user, out)
+        self._launch((weight, cand, out, *pointers, *self._numbers), self._layouts)
         return out
 
 
@@ -213,10 +212,9 @@ class ManyUsers:
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
         part = self._part()
-        rest = (part, part, part if bias is None else bias, *self._numbers)
-        with device_guard(user):
-            # Nothing is stored by the third descriptor: any tensor that one can be made of stands for it.
-            launch(self._launch, self._layouts, (weight, user, user), rest)
+        # Nothing is stored by the third descriptor: any tensor that one can be made of stands for it.
+        pointers = (part, part, part if bias is None else bias)
+        self._launch((weight, user, user, *pointers, *self._numbers), self._layouts)
         return part
 
 
@@ -291,11 +289,10 @@ def forward_launches(
 
     options = choices(cdiv(weights[0].shape[0], ROWS))
     shape = (user.shape, cand.shape, weights[0].shape[0], cand.dtype, cand.get_device())
-    with device_guard(cand):
-        best = _tuning.fastest(
-            "compression_linear",
-            shape,
-            options,
-            lambda choice: functools.partial(made(choice), user, cand, weights, to_user, bias),
-        )
+    best = _tuning.fastest(
+        "compression_linear",
+        shape,
+        options,
+        lambda choice: functools.partial(made(choice), user, cand, weights, to_user, bias),
+    )
     return made(best)

@@ -8,8 +8,7 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _plan, r
 from ikbo_recsys.kernels._backend import Choice
 from ikbo_recsys.kernels._compression_backward import Backward, readable
 from ikbo_recsys.kernels._compression_portable import Mix
-from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
+from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, weight_parts
+from ikbo_recsys.kernels._launch import device_guard
 from ikbo_recsys.kernels._mix_plan import MixPlan
 
 NO_WORK = "a tensor has no elements"
@@ -97,26 +97,23 @@ class Plan(MixPlan):
 
     def __init__(self, path: str, is_traced: bool = False) -> None:
         self._path, self._is_traced = path, is_traced
-        self._forward: Any = None
+        self._launches: Callable[..., Callable[..., Tensor]] = _Portable
+        self._weight_step = WEIGHT_STEP
+        if path == "gluon":
+            self._launches, self._weight_step = _compression_hopper.forward_launches, _compression_hopper.WEIGHT_STEP
+        self._forward: Callable[..., Tensor] | None = None
         self._backwards: dict[Hashable, Backward] = {}
 
     def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
         """The operator without gradients."""
-        is_first = self._forward is None
-        if self._path == "gluon":
-            parts = aligned_parts(weight, user.shape[1])
-            if is_first:
-                self._forward = _compression_hopper.forward_launches(user, cand, parts, to_user, bias)
-        else:
-            parts = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
-            if is_first:
-                self._forward = _Portable(user, cand, *parts, bias is not None)
-        if is_first:
+        with device_guard(cand):
+            parts = weight_parts(weight, user.shape[1], self._weight_step, self._is_traced)
+            tensors = (user, cand, parts, to_user, bias)
+            if self._forward is not None:
+                return self._forward(*tensors)
+            self._forward = self._launches(*tensors)
             with _plan.compiled_together(cand):
-                out: Tensor = self._forward(user, cand, parts, to_user, bias)
-                return out
-        out = self._forward(user, cand, parts, to_user, bias)
-        return out
+                return self._forward(*tensors)
 
     def backward(
         self,
@@ -135,15 +132,18 @@ class Plan(MixPlan):
         launches = self._backwards.get(facts)
         if launches is None:
             launches = self._backwards[facts] = Backward(self._path, grad, user, cand, needs)
-        return launches(grad, user, cand, weight, to_user, offsets)
+        with device_guard(grad):
+            return launches(grad, user, cand, weight, to_user, offsets)
 
 
 class _Portable:
     """The two launches of the portable kernels."""
 
-    def __init__(self, user: Tensor, cand: Tensor, weight_user: Tensor, weight_cand: Tensor, has_bias: bool) -> None:
-        self._user = Mix(weight_user, user, cand.dtype, has_bias=has_bias, weight_padded=True)
-        self._cand = Mix(weight_cand, cand, cand.dtype, has_user=True, weight_padded=True)
+    def __init__(
+        self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None
+    ) -> None:
+        self._user = Mix(weights[0], user, cand.dtype, has_bias=bias is not None, weight_padded=True)
+        self._cand = Mix(weights[1], cand, cand.dtype, has_user=True, weight_padded=True)
 
     def __call__(
         self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None

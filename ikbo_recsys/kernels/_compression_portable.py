@@ -16,7 +16,7 @@ from ikbo_recsys.kernels._plan import Launch
 
 
 class Mix:
-    """`weight @ x[b] (+ user[to_user[b]]) (+ bias)` as `[B, M, D]`.
+    """`weight @ x[b] (+ user[to_user[b]]) (+ bias)` as `[B, M, D]`, on the current GPU.
 
     Args:
         weight_MK, x_BKD: of any strides.
@@ -79,8 +79,7 @@ class Mix:
             out_BMD,
         )
         num_users = 0 if user_UMD is None else user_UMD.shape[0]
-        with _launch.device_guard(x_BKD):
-            self._launch((*pointers, *self._sizes, num_users, *self._numbers))
+        self._launch((*pointers, *self._sizes, num_users, *self._numbers))
         return out_BMD
 
 

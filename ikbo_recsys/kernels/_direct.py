@@ -18,7 +18,6 @@ from torch import Tensor
 
 _MOST_ADDRESSES = 64
 _log = logging.getLogger(__name__)
-_address: Any = Tensor.data_ptr
 
 
 class Layout(Protocol):
@@ -54,8 +53,8 @@ class Compiled:
     ) -> Callable[[Sequence[Any]], None]:
         """A function that launches `blocks` blocks on the GPU that is the current one now, on its current stream.
 
-        Its arguments are tensors and numbers of the same kinds as `arguments`; of the first ones, which there are
-        layouts for, the kernel gets descriptors.
+        Its arguments are tensors and numbers, in this order, of which only the tensors may be others than in
+        `arguments`; of the first ones, which there are layouts for, the kernel gets descriptors.
         """
         import triton
 
@@ -74,16 +73,20 @@ class Compiled:
         pointers = count
         while pointers < len(arguments) and isinstance(arguments[pointers], Tensor):
             pointers += 1
+        rest = (*arguments[pointers:], *tail)
         # A descriptor is its address, its layout and what the kernel was compiled for: of these only the first changes.
         memories: list[dict[int, list[Any]]] = [{} for _ in layouts]
+        together: dict[tuple[int, ...], list[Any]] = {}
 
-        def encode(i: int, base: Tensor) -> list[Any]:
+        def descriptors(addresses: tuple[int, ...], arguments: Sequence[Any]) -> list[Any]:
             assert native is not None
-            found = native.expanded(i, layouts[i].described(base))
-            if len(memories[i]) >= _MOST_ADDRESSES:
-                memories[i].clear()
-            memories[i][_address(base)] = found
-            return found
+            found: list[Any] = []
+            for i, (memory, address) in enumerate(zip(memories, addresses, strict=True)):
+                one = memory.get(address)
+                if one is None:
+                    one = _keep(memory, address, native.expanded(i, layouts[i].described(arguments[i])))
+                found += one
+            return _keep(together, addresses, found)
 
         def launch(arguments: Sequence[Any]) -> None:
             try:
@@ -99,20 +102,26 @@ class Compiled:
                 entry = (compiled.function, compiled.packed_metadata, None, None, None)
                 run(blocks, 1, 1, stream(device), *entry, *described(arguments))
                 return
-            given: list[Any] = []
-            for i in range(count):
-                base = arguments[i]
-                given += memories[i].get(_address(base)) or encode(i, base)
             # Triton asks the driver about every tensor, and takes addresses as they are.
-            given += map(_address, arguments[count:pointers])
-            given += arguments[pointers:]
-            given += tail
+            addresses = [x.data_ptr() for x in arguments[:pointers]]
+            bases = tuple(addresses[:count])
+            first = together.get(bases)
+            if first is None:
+                first = descriptors(bases, arguments)
             if native.takes_list:
+                given = [*first, *addresses[count:], *rest]
                 native.function(blocks, 1, 1, stream(device), *native.head, given)
             else:
-                native.function(blocks, 1, 1, stream(device), *native.head, *given)
+                native.function(blocks, 1, 1, stream(device), *native.head, *first, *addresses[count:], *rest)
 
         return launch
+
+
+def _keep(memory: dict[Any, list[Any]], key: Any, value: list[Any]) -> list[Any]:
+    if len(memory) >= _MOST_ADDRESSES:
+        memory.clear()
+    memory[key] = value
+    return value
 
 
 def _ask(compiled: Any, arguments: list[Any], descriptors: int) -> _Native | None:

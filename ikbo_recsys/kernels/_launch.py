@@ -46,8 +46,9 @@ _NOTHING = _Nothing()
 def device_guard(tensor: Tensor) -> Any:
     """Make the tensor's GPU the current one for the launch: Triton launches on the current device and its current
     stream."""
+    device = tensor.get_device()  # negative for one on the CPU
     # Not `torch.cuda.current_device`, which first looks whether there is CUDA at all.
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+    if device < 0 or device == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 

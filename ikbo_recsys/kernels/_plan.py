@@ -34,6 +34,8 @@ class _Inside(threading.local):
     operator = False
 
 
+_modes: Any = torch._C._len_torch_dispatch_stack
+_transform: Any = torch._C._functorch.peek_interpreter_stack
 _log = logging.getLogger(__name__)
 _inside = _Inside()
 _compiled: dict[Hashable, Compiled] = {}
@@ -74,15 +76,15 @@ def is_traced() -> bool:
         torch.compiler.is_compiling()
         or _inside.operator
         # A fake-tensor or proxy mode, as inside make_fx and AOTAutograd; a transform of torch.func.
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _modes() > 0
+        or _transform() is not None
     )
 
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap, ...) is active: the call is then made of plain torch, because none
     of them sees through an operator with a gradient of its own."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and _transform() is not None
 
 
 def is_dispatched(*tensors: Tensor | None) -> bool:
@@ -117,7 +119,8 @@ def signature(
     """
     if is_traced() or _checks.check_mode():
         return None
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    # Without an argument it is CUDA's that is meant, in half the time.
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None
     known: list[Hashable] = [operator, _backend.requested_backend(), autocast, *more]
     if isinstance(index, CandidateIndex):
         known.append(index.num_users)
@@ -133,11 +136,11 @@ def signature(
             if len(stride) == 1 and stride[0] != 1:
                 # The column of a matrix: kernels step through index tensors by one, so it is copied each time.
                 return None
-            known += (x.shape, stride, x.dtype, x.get_device(), x.data_ptr() & 15)
-            if _launch.IS_HIP:
-                known += _launch.pointer_facts(x)
+            known.append((x.shape, stride, x.dtype, x.get_device(), x.data_ptr() & 15))
         else:
             return None
+    if _launch.IS_HIP:
+        known += (_launch.pointer_facts(x) for x in tensors if x is not None)
     if tensors[0].dtype is torch.float32:
         known.append(_launch.input_precision(torch.float32))
     return tuple(known)
@@ -181,7 +184,7 @@ class Launch:
         """Launch.
 
         Args:
-            arguments: the arguments before the constexpr ones, in order.
+            arguments: the arguments before the constexpr ones, in order: tensors, then numbers, the same at each call.
             layouts: of the first ones, which are tensors that the kernel gets descriptors of. The same at each call.
         """
         together = _together  # another thread may be about to end it
