@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.providers import FBGEMM_HINT, AbsentError, optional_import
+from benchmarks.providers import FBGEMM_HINT, AbsentError, keep_configurations, optional_import
 from ikbo_recsys import CandidateIndex, kernels
 from ikbo_recsys.kernels._backend import use_backend
 
@@ -228,6 +228,16 @@ def fbgemm(name: str) -> Build:
         if case["jagged"] or case["shuffled"] or case["H"] != 2:
             raise AbsentError("takes one history length and grouped candidates")
         module = optional_import(f"ikbo.ops.{name}", FBGEMM_HINT)
+        if name == "triton_ikbo_fa":
+            keep_configurations(
+                module._attn_fwd_tma,
+                lambda config: (
+                    config.kwargs["BLOCK_M"] == 64
+                    and config.kwargs["BLOCK_N"] >= 64
+                    and config.num_warps in (4, 8)
+                    and config.num_stages in (2, 3)
+                ),
+            )
         pairs = torch.arange(0, case["B"], 2, dtype=torch.int32, device=to_user.device)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

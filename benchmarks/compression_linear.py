@@ -6,7 +6,6 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.builders import MAX_AUTOTUNE, make_index, num_users, ours, torch_way, training
 from benchmarks.cases import Benchmark, Case, Inputs
-from benchmarks.providers import FBGEMM_HINT, Provider, optional_import
+from benchmarks.providers import FBGEMM_HINT, Provider, keep_configurations, optional_import
 from ikbo_recsys.kernels import compression_linear
 
 OPERANDS = ("user", "cand", "weight")
@@ -112,25 +111,18 @@ def candidate_gemm(inputs: Inputs) -> Callable[[], Tensor]:
 # ---- FBGEMM's experimental IKBO kernels ----------------------------------------------------------------------------
 
 
-# They tune themselves over a space of hundreds of configurations. Every best one found on an H200 is in the part kept
-# here.
-
-
-def narrow(kernel: Any, keep: Callable[[Any], bool]) -> None:
-    kept = [config for config in kernel.configs if keep(config)]
-    kernel.configs = kept or kernel.configs
-
-
 def fbgemm_triton(inputs: Inputs) -> Callable[[], Tensor]:
     module = optional_import("ikbo.ops.triton_ikbo_lce", FBGEMM_HINT)
-    narrow(module.triton_ikbo_lce_kernel, lambda config: config.kwargs["BK"] == 64 and config.num_stages in (3, 4))
+    keep_configurations(
+        module.triton_ikbo_lce_kernel, lambda config: config.kwargs["BK"] == 64 and config.num_stages in (3, 4)
+    )
     arguments = (*padded(inputs), inputs["index"].to_user)
     return lambda: module.triton_ikbo_lce(*arguments)
 
 
 def fbgemm_tlx(inputs: Inputs) -> Callable[[], Tensor]:
     module = optional_import("ikbo.ops.tlx_ikbo_lce", FBGEMM_HINT)
-    narrow(
+    keep_configurations(
         module.tlx_ikbo_lce_kernel,
         lambda config: (config.kwargs["BN"], config.kwargs["BK"]) == (128, 64) and config.kwargs["NUM_STAGES"] >= 4,
     )

@@ -46,3 +46,8 @@ def optional_import(module: str, hint: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:  # a rival may fail to import in any way it likes
         raise AbsentError(f"{module}: {type(error).__name__}: {str(error)[:80]}. To get it: {hint}") from error
+
+
+def keep_configurations(kernel: Any, keep: Callable[[Any], bool]) -> None:
+    """Let one of FBGEMM's kernels tune itself over a part of its hundreds of configurations, all of which take minutes."""
+    kernel.configs = [config for config in kernel.configs if keep(config)] or kernel.configs
