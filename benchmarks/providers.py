@@ -49,5 +49,5 @@ def optional_import(module: str, hint: str) -> Any:
 
 
 def keep_configurations(kernel: Any, keep: Callable[[Any], bool]) -> None:
-    """Let one of FBGEMM's kernels tune itself over a part of its hundreds of configurations, all of which take minutes."""
+    """Let one of FBGEMM's kernels tune itself over a part of its hundreds of configurations: all take minutes."""
     kernel.configs = [config for config in kernel.configs if keep(config)] or kernel.configs
