@@ -16,19 +16,20 @@ from ikbo_recsys.kernels._gluon._compat import eights, tma_load
 def _rescale_assembly(registers: int) -> tuple[str, str]:
     """Multiply `registers` accumulator registers by their row's factor, unless the whole warp's factors are 1.
 
-    A row of the accumulator lies in every other pair of registers, so two factors cover a thread.
+    A row of the accumulator lies in every other pair of registers, so two factors cover a thread, and each is asked
+    about for itself: it is eight rows' of a warp.
     """
-    out = [f"${i}" for i in range(registers)]
     factor = [f"${2 * registers + i}" for i in range(registers)]
-    multiply = " ".join(f"mul.f32 {o}, {o}, {f};" for o, f in zip(out, factor, strict=True))
-    body = (
-        "{ .reg .pred p, q; "
-        f"setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.f32 q, {factor[2]}, 0f3F800000; or.pred p, p, q; "
-        "vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; "
-        f"{multiply} SKIP: }}"
-    )
+    rows = []
+    for first in (0, 2):
+        of_row = [i for i in range(registers) if i // 2 % 2 == first // 2]
+        multiply = " ".join(f"mul.f32 ${i}, ${i}, {factor[i]};" for i in of_row)
+        rows.append(
+            f"setp.neu.f32 p, {factor[first]}, 0f3F800000; vote.sync.any.pred p, p, 0xffffffff; "
+            f"@!p bra SKIP{first}; {multiply} SKIP{first}: "
+        )
     constraints = ["=f"] * registers + [str(i) for i in range(registers)] + ["f"] * registers
-    return body, ",".join(constraints)
+    return "{ .reg .pred p; " + " ".join(rows) + "}", ",".join(constraints)
 
 
 RESCALE_32 = gl.constexpr(_rescale_assembly(32)[0])

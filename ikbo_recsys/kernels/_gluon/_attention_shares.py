@@ -200,7 +200,7 @@ def resumed_softmax(
     old_max = gl.load(place + 64 * D + rows, mask=(rows >= 0) & is_resumed, other=0.0)
     scores = mask_scores(scores, block, keys, KEYS, mma)
     seen = row_maximum(scores, KEYS, D) * qk_scale
-    row_max = gl.where(is_resumed, gl.where(seen > old_max + 8.0, seen, old_max), fresh_maximum(seen))
+    row_max = gl.where(is_resumed, gl.where(seen > old_max, seen, old_max), fresh_maximum(seen))
     factor = gl.where(is_resumed, gl.exp2(old_max - row_max), 1.0)
     weights = gl.exp2(scores * qk_scale - row_max[:, None])
     fresh = fresh_sums(weights, KEYS)
