@@ -6,8 +6,6 @@ The names and the use are those there; outputs, log-sum-exps, deltas and gradien
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,6 @@ from ikbo_recsys.kernels._attention_hopper import (
 )
 from ikbo_recsys.kernels._attention_launch import Problem, new_delta
 from ikbo_recsys.kernels._launch import device_guard, is_tma_ready
-from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import launch
 
 
@@ -94,8 +91,11 @@ class Backward:
         key = problem.key
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._layouts = [rows_layout(x, padded) for x in (query, user_query, *grads)]
-        self._layouts += [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
+        rows = [rows_layout(x, padded) for x in (query, user_query, *grads)]
+        outs = [result_layout(x.shape, padded) for x in (query, user_query)]
+        history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
+        self._layouts_query = (*rows, *outs, *history)
+        self._layouts_key_value = (*rows, *history)
         self._user_seeds = user_query.shape[1]
         self._sizes = problem.sizes()
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
@@ -108,10 +108,10 @@ class Backward:
         delta, user_delta = map(new_delta, lses, (None, None) if grad_lses is None else grad_lses)
         dq, user_dq = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in queries(problem))
         with device_guard(problem.query):
-            written = (delta, user_delta, dq, user_dq)
-            pointers = (*outs, *lses, *written, shared_table(problem), problem.index_pointers()[1])
+            bases = (*queries(problem), *grads, *outs, problem.key, problem.value)
+            pointers = (*lses, delta, user_delta, dq, user_dq, shared_table(problem), problem.index_pointers()[1])
             numbers = (qk_scale, scale, heads, group, problem.query.shape[1])
-            self._run(self._launch_query, problem, grads, (*pointers, *numbers))
+            launch(self._launch_query, self._layouts_query, bases, (*pointers, *numbers))
         return (dq, user_dq), (delta, user_delta)
 
     def key_value(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,6 @@ class Backward:
         with device_guard(key):
             pointers = (*lses, *deltas, dk, dv, *problem.index_pointers())
             numbers = (users, cands, seeds, self._user_seeds, capacity, *self._numbers)
-            self._run(self._launch_key_value, problem, grads, (*pointers, *numbers))
+            bases = (*queries(problem), *grads, key, problem.value)
+            launch(self._launch_key_value, self._layouts_key_value, bases, (*pointers, *numbers))
         return dk, dv
-
-    def _run(self, kernel: Launch, problem: Problem, grads: Pair, rest: tuple[Any, ...]) -> None:
-        launch(kernel, self._layouts, (*queries(problem), *grads, problem.key, problem.value), rest)

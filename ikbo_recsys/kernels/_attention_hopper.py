@@ -42,7 +42,10 @@ _TABLE_BLOCK, _TABLE_STEP = 64, 16
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Keys of a block, stages of each ring, registers of a consumer's and of the producer's threads."""
+    """Keys of a block, stages of each ring, registers of a consumer's and of the producer's threads.
+
+    For dq the stages are those of the keys, which are kept longer than the values: these have two less.
+    """
 
     keys: int
     stages: int
@@ -55,7 +58,7 @@ class HopperTile:
 
 # By padded head size.
 FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
-BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 4, 232, 40), 128: HopperTile(BOX_ROWS, 3, 232, 40)}
+BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 6, 232, 40), 128: HopperTile(BOX_ROWS, 4, 232, 40)}
 BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 
 
@@ -324,8 +327,10 @@ class Backward:
         query, key = problem.query, problem.key
         heads, head_size = query.shape[2:]
         padded = 64 if head_size <= 64 else 128
-        self._layouts = [rows_layout(x, padded) for x in (query, grad)]
-        self._layouts += [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
+        rows = [rows_layout(x, padded) for x in (query, grad)]
+        history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
+        self._layouts_query = (*rows, result_layout(query.shape, padded), *history)
+        self._layouts_key_value = (*rows, *history)
         self._sizes, self._of_query = problem.sizes(), Room(query.shape, query.dtype, query.device)
         self._of_key = Room(key.shape, key.dtype, key.device)
         self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
@@ -340,8 +345,10 @@ class Backward:
         heads, group, qk_scale, scale = self._numbers
         dq, delta = self._of_query(), new_delta(lse, grad_lse)
         with device_guard(query):
-            pointers = (out, lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
-            self._run(self._launch_query, problem, grad, (*pointers, qk_scale, scale, heads, group, query.shape[1]))
+            bases = (query, grad, out, problem.key, problem.value)
+            pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
+            numbers = (qk_scale, scale, heads, group, query.shape[1])
+            launch(self._launch_query, self._layouts_query, bases, (*pointers, *numbers))
         return dq, delta
 
     def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,9 +356,7 @@ class Backward:
         key = problem.key
         dk, dv = self._of_key(), self._of_key()
         with device_guard(key):
-            pointers = (lse, delta, dk, dv, *problem.index_pointers())
-            self._run(self._launch_key_value, problem, grad, (*pointers, *self._sizes, *self._numbers))
+            bases = (problem.query, grad, key, problem.value)
+            rest = (lse, delta, dk, dv, *problem.index_pointers(), *self._sizes, *self._numbers)
+            launch(self._launch_key_value, self._layouts_key_value, bases, rest)
         return dk, dv
-
-    def _run(self, kernel: Launch, problem: Problem, grad: Tensor, rest: tuple[Any, ...]) -> None:
-        launch(kernel, self._layouts, (problem.query, grad, problem.key, problem.value), rest)

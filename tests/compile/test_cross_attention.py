@@ -174,6 +174,22 @@ def test_hopper_forward_waits_for_values_after_the_softmax(form: dict[str, Any])
         assert between[1][1] >= 64, runs
 
 
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("both", [False, True])
+def test_hopper_query_gradient_works_beside_its_products(head_size: int, both: bool) -> None:
+    """Order of the main loop: three products are issued, the exponentials of the step begin beside them, and the last
+    wait, for the next scores, stands at the loop's end, where the next step's products follow at once."""
+    compiled = _backward("query", head_size, both=both, JAGGED=False, GRAD_LSE=False)
+    runs = _runs(compiled, "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
+    order = "".join({"HGMMA": "P", "MUFU": "E"}.get(name, "W") * count for name, count in runs)
+    # g v^T and ds k and q k^T before anything is waited for: in an item's first step and in the main loop, for each
+    # consumer.
+    products = 2 * (head_size // 16) + 4
+    steps = [piece for piece in order.split("W") if piece.count("P") == products]
+    assert len(steps) == 4, runs
+    assert min(piece.count("E") for piece in steps[1::2]) >= 8, runs
+
+
 ROOMY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
 CRAMPED = {"sm_80": 101376, "gfx942": 65536}
 """Bytes of shared memory per block; 99 KB is what consumer GPUs with the instructions of an sm_80 have."""
