@@ -45,6 +45,7 @@ class AttentionTile:
 FORWARD_16BIT = (
     Row(AttentionTile(16, 64, 4, 3), {"head_size": 128, "user_rows": 16}),
     Row(AttentionTile(32, 64, 4, 3), {"head_size": 128, "user_rows": 32}),
+    Row(AttentionTile(64, 128, 4, 3), {"head_size": 64, "user_rows": 64}),
     Row(AttentionTile(64, 64, 4, 3), {"head_size": 128, "user_rows": 64}),
     Row(AttentionTile(128, 64, 4, 3), {"head_size": 64}),
     Row(AttentionTile(128, 64, 8, 3), {"head_size": 128}),
@@ -66,6 +67,7 @@ BACKWARD_QUERY_16BIT = (
 )
 BACKWARD_KEY_VALUE_16BIT = (
     Row(AttentionTile(16, 64, 4, 2), {"head_size": 128, "user_rows": 16}),
+    Row(AttentionTile(32, 64, 4, 2), {"head_size": 64, "user_rows": 64}),
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 64}),
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 128}),
     Row(AttentionTile(32, 64, 8, 1)),
