@@ -23,6 +23,7 @@ def fresh_random_inputs(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is NaN, so that an element nobody wrote shows."""
+    from ikbo_recsys.kernels import _launch
 
     def poisoned(make: Callable[..., torch.Tensor], *arguments: object, **options: object) -> torch.Tensor:
         out = make(*arguments, **options)
@@ -30,3 +31,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "empty_strided"):
         monkeypatch.setattr(torch, name, functools.partial(poisoned, getattr(torch, name)))
+    if _launch._empty_strided_cuda is not None:
+        quick = functools.partial(poisoned, _launch._empty_strided_cuda)
+        monkeypatch.setattr(_launch, "_empty_strided_cuda", quick)

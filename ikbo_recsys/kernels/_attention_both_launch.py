@@ -135,10 +135,10 @@ class BackwardKeyValue:
     def __call__(self, problem: Problem, lses: Pair, deltas: Pair, grads: Pair) -> tuple[Tensor | None, Tensor | None]:
         """dk and dv, contiguous, None where not needed."""
         key, delta = problem.key, deltas[0]
-        dk, dv = (None if room is None else room() for room in self._rooms)
-        outputs = (delta if dk is None else dk, delta if dv is None else dv)
-        pointers = (*queries(problem), key, problem.value, *grads, *lses, *deltas, *outputs)
         with device_guard(key):
+            dk, dv = (None if room is None else room() for room in self._rooms)
+            outputs = (delta if dk is None else dk, delta if dv is None else dv)
+            pointers = (*queries(problem), key, problem.value, *grads, *lses, *deltas, *outputs)
             self._launch((*pointers, *problem.index_pointers(), *self._numbers))
         return summed(dk, self._splits, key.dtype), summed(dv, self._splits, key.dtype)
 

@@ -243,10 +243,11 @@ class Forward:
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """`out [B, S, H, D]`, and `lse [B, S, H]` fp32; where that is not asked for any tensor stands for it."""
-        query, out = problem.query, self._out()
-        lse = out if self._lse is None else self._lse()
-        bases = (out if self._is_gathered else query, problem.key, problem.value, out)
+        query = problem.query
         with device_guard(query):
+            out = self._out()
+            lse = out if self._lse is None else self._lse()
+            bases = (out if self._is_gathered else query, problem.key, problem.value, out)
             room: tuple[Tensor, ...] = ()
             if self._shares == LAST_ROUND:
                 # Before the table, behind which the kernel may start early.
@@ -343,8 +344,9 @@ class Backward:
         """dq, contiguous, and delta."""
         query = problem.query
         heads, group, qk_scale, scale = self._numbers
-        dq, delta = self._of_query(), new_delta(lse, grad_lse)
+        delta = new_delta(lse, grad_lse)
         with device_guard(query):
+            dq = self._of_query()
             bases = (query, grad, out, problem.key, problem.value)
             pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
             numbers = (qk_scale, scale, heads, group, query.shape[1])
@@ -354,8 +356,8 @@ class Backward:
     def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv, contiguous."""
         key = problem.key
-        dk, dv = self._of_key(), self._of_key()
         with device_guard(key):
+            dk, dv = self._of_key(), self._of_key()
             bases = (problem.query, grad, key, problem.value)
             rest = (lse, delta, dk, dv, *problem.index_pointers(), *self._sizes, *self._numbers)
             launch(self._launch_key_value, self._layouts_key_value, bases, rest)

@@ -229,9 +229,10 @@ class Forward:
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
         """`out [B, S, H, D]`, and `lse [B, S, H]` fp32; where that is not asked for any tensor stands for it."""
-        query, out = problem.query, self._out()
-        lse = out if self._lse is None else self._lse()
+        query = problem.query
         with device_guard(query):
+            out = self._out()
+            lse = out if self._lse is None else self._lse()
             pointers = (query, problem.key, problem.value, out, lse, *problem.index_pointers())
             self._launch((*pointers, *self._numbers))
         return out, lse
@@ -269,9 +270,9 @@ class BackwardQuery:
         """dq (None unless needed) and delta, `[B, S, H]`; the innermost stride of `grad` is 1."""
         query = problem.query
         delta = new_delta(lse, grad_lse)
-        dq = None if self._dq is None else self._dq()
-        pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
         with device_guard(query):
+            dq = None if self._dq is None else self._dq()
+            pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
             self._launch((*pointers, *problem.index_pointers(), *self._numbers))
         return dq, delta
 
@@ -305,10 +306,10 @@ class BackwardKeyValue:
     ) -> tuple[Tensor | None, Tensor | None]:
         """dk and dv, contiguous, None where not needed."""
         key = problem.key
-        dk, dv = (None if room is None else room() for room in self._rooms)
-        outputs = (delta if dk is None else dk, delta if dv is None else dv)
-        pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
         with device_guard(key):
+            dk, dv = (None if room is None else room() for room in self._rooms)
+            outputs = (delta if dk is None else dk, delta if dv is None else dv)
+            pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
             self._launch((*pointers, *self._numbers))
         return summed(dk, self._splits, key.dtype), summed(dv, self._splits, key.dtype)
 

@@ -114,7 +114,7 @@ class OuterSum:
         self._launch = Launch(outer_sum_kernel, None, splits * tiles_m * tiles_k, constants, **options)
 
     def __call__(self, grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
-        partial_SMK = self._partial()
         with _launch.device_guard(x_BKD):
+            partial_SMK = self._partial()
             self._launch((grad_BMD, x_BKD, partial_SMK, *self._numbers))
         return partial_SMK[0] if self._splits == 1 else partial_SMK.sum(0)

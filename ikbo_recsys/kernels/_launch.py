@@ -53,13 +53,19 @@ def device_guard(tensor: Tensor) -> Any:
     return torch.cuda.device(tensor.device)
 
 
-class Room:
-    """Contiguous tensors of one shape, to be written: `torch.empty`, which takes twice as long without strides.
+# How TorchInductor's programs make room on the current GPU: `torch.empty_strided` takes twice as long, to read its
+# arguments. Not all of PyTorch's builds have it.
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
-    Not in traced calls, in which this has to be made anew: TorchInductor copies what a kernel writes into.
+
+class Room:
+    """Contiguous tensors of one shape, to be written; a GPU's are made while it is the current one.
+
+    In traced calls, in which this has to be made anew, by `torch.empty`: TorchInductor copies what a kernel writes into
+    otherwise.
     """
 
-    __slots__ = ("_device", "_dtype", "_size", "_strides")
+    __slots__ = ("_device", "_dtype", "_is_quick", "_size", "_strides")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         from ikbo_recsys.kernels._plan import is_traced
@@ -68,8 +74,12 @@ class Room:
         # A `torch.Size` is read more slowly than a tuple.
         self._size, self._strides = tuple(shape), None if is_traced() else tuple(reversed(strides))
         self._dtype, self._device = dtype, device
+        self._is_quick = self._strides is not None and device.type == "cuda" and _empty_strided_cuda is not None
 
     def __call__(self) -> Tensor:
+        if self._is_quick:
+            made: Tensor = _empty_strided_cuda(self._size, self._strides, self._dtype)
+            return made
         if self._strides is None:
             return torch.empty(self._size, dtype=self._dtype, device=self._device)
         return torch.empty_strided(self._size, self._strides, dtype=self._dtype, device=self._device)

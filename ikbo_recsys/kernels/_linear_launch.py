@@ -204,17 +204,17 @@ class Part:
         to_user_B: Tensor | None = None,
         bias_M: Tensor | None = None,
     ) -> Tensor:
-        out_BM = self._out()
-        # An absent one is never read: any pointer stands for it.
-        pointers = (
-            x_BK,
-            weight_MK,
-            out_BM if user_UM is None else user_UM,
-            out_BM if to_user_B is None else to_user_B,
-            out_BM if bias_M is None else bias_M,
-            out_BM,
-        )
         num_users = 0 if user_UM is None else user_UM.shape[0]
         with _launch.device_guard(x_BK):
+            out_BM = self._out()
+            # An absent one is never read: any pointer stands for it.
+            pointers = (
+                x_BK,
+                weight_MK,
+                out_BM if user_UM is None else user_UM,
+                out_BM if to_user_B is None else to_user_B,
+                out_BM if bias_M is None else bias_M,
+                out_BM,
+            )
             self._launch((*pointers, *self._sizes, num_users, *self._numbers))
         return out_BM

@@ -79,9 +79,9 @@ class OuterSum:
         )
 
     def __call__(self, grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
-        partial = self._partial()
         bases = (x_BKD, grad_BMD) if self._transposed else (grad_BMD, x_BKD)
         with device_guard(x_BKD):
+            partial = self._partial()
             launch(self._launch, self._layouts, bases, (partial, *self._numbers))
         out = partial[0] if self._parts == 1 else partial.sum(0)
         return out.t() if self._transposed else out

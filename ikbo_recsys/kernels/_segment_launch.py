@@ -99,8 +99,8 @@ class SegmentSum:
         self._launch = _plan.Launch(segment_sum_kernel, None, blocks * num_users * splits, constants, num_warps=4)
 
     def __call__(self, x_BX: Tensor, order_B: Tensor | None, offsets: Tensor) -> Tensor:
-        out_SUX = self._out()
         with _launch.device_guard(x_BX):
+            out_SUX = self._out()
             self._launch((x_BX, offsets if order_B is None else order_B, offsets, out_SUX, *self._numbers))
         return out_SUX[0] if self._splits == 1 else out_SUX.sum(0).to(self._dtype)
 

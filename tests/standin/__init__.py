@@ -319,6 +319,12 @@ def _replace_torch(gpu: StandIn) -> None:
 
     torch.empty, torch.empty_like = empty, empty_like  # type: ignore[assignment]
     torch.empty_strided = empty_strided
+    from ikbo_recsys.kernels import _launch
+
+    if _launch._empty_strided_cuda is not None:
+        _launch._empty_strided_cuda = lambda size, strides, dtype: empty_strided(
+            size, strides, dtype=dtype, device=devices[gpu.current]
+        )
     for name in ("zeros", "ones", "full", "arange", "tensor"):
         setattr(torch, name, _without_gpu(getattr(torch, name)))
 
