@@ -8,7 +8,7 @@ Letters: N packed query rows (candidates * seeds), H query heads, D head size.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from ikbo_recsys.kernels._gluon._compat import eights, tma_load
 
@@ -201,75 +201,95 @@ def zero_rows(block, first, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _gather_query(q_ptr, places, buf, row, end, head, stride_qh, D: gl.constexpr, HEAD_SIZE: gl.constexpr):
-    """Start copying 64 query rows from where `places` says they lie, 8 rows at a time; zeros from `end` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [1, 1], [1, 0])
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    tile = buf.reshape([64, D])
-    for i in gl.static_range(8):
-        rows = row + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        place = places.slice(i * 8, 8, dim=0).load(gl.SliceLayout(1, layout))
-        pointers = q_ptr + (place + head * stride_qh).to(gl.int64) * 8
-        mask = (rows < end)[:, None] & (columns < HEAD_SIZE)[None, :]
-        async_copy.async_copy_global_to_shared(
-            tile.slice(i * 8, 8, dim=0), pointers[:, None] + columns[None, :], mask=mask
-        )
-    async_copy.commit_group()
-
-
-@gluon.jit
-def gather_item(
-    table_ptr, item, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, stage, phase, seeds, user_seeds,
-    stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-    D: gl.constexpr, HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+def ask_places(
+    places, row, end, head, permutation_ptr, uq_ptr, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
+    stride_uqs, stride_uqh,
+    PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the query rows of both consumers for an item. Strides are in units of 8 elements."""
-    row, end, _where, _keys = read_tile(table_ptr, item, heads)
-    # All the look-ups at once, through shared memory: piece by piece each would wait for memory in its turn.
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    if uq_ptr is None:
-        _place_rows(places, permutation_ptr, row, end, seeds, stride_qb, stride_qs, layout, PERMUTED)
-    else:
-        is_own = row < 0
-        if is_own:
-            _place_rows(places, permutation_ptr, ~row, end, user_seeds, stride_uqb, stride_uqs, layout, False)
-        else:
-            _place_rows(places, permutation_ptr, row, end, seeds, stride_qb, stride_qs, layout, PERMUTED)
-        row = gl.where(is_own, ~row, row)
-        q_ptr = gl.where(is_own, uq_ptr, q_ptr)
-        stride_qh = gl.where(is_own, stride_uqh, stride_qh)
-    for i in gl.static_range(2):
-        mbarrier.wait(q_empty.index(stage * 2 + i), phase ^ 1)
-        _gather_query(
-            q_ptr, places.slice(i * 64, 64, dim=0), q_bufs.index(stage * 2 + i), row + i * 64, end, item % heads,
-            stride_qh,
-            D, HEAD_SIZE,
-        )  # fmt: skip
+    """Where the 128 query rows of a tile lie, in units of 8 elements as the strides are; -1 from `end` on.
+
+    What is known at once goes into `places`. Permuted candidates are looked up: `add_candidates` is who waits for them.
+    """
+    is_candidate = row >= 0
+    if uq_ptr is not None:
+        row = gl.where(is_candidate, row, ~row)
+        seeds = gl.where(is_candidate, seeds, user_seeds)
+        stride_qb = gl.where(is_candidate, stride_qb, stride_uqb)
+        stride_qs = gl.where(is_candidate, stride_qs, stride_uqs)
+        stride_qh = gl.where(is_candidate, stride_qh, stride_uqh)
+    return (
+        _ask_places(
+            places.index(0), row, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_qb, stride_qs,
+            stride_qh, PERMUTED,
+        ),
+        _ask_places(
+            places.index(1), row + 64, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_qb, stride_qs,
+            stride_qh, PERMUTED,
+        ),
+    )  # fmt: skip
 
 
 @gluon.jit
-def _place_rows(
-    places, permutation_ptr, row, end, seeds, stride_b, stride_s, layout: gl.constexpr, PERMUTED: gl.constexpr
-):
-    rows = row + gl.arange(0, 128, layout=layout)
+def _ask_places(
+    places, row, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_b, stride_s, stride_h,
+    PERMUTED: gl.constexpr,
+):  # fmt: skip
+    rows = row + gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     cand = rows // seeds
-    seed = rows - cand * seeds
+    place = (rows - cand * seeds) * stride_s + head * stride_h
+    if not PERMUTED:
+        place += cand * stride_b
+    elif uq_ptr is not None:
+        place += gl.where(is_candidate, 0, cand * stride_b)
+    places.store(gl.where(rows < end, place, -1))
     if PERMUTED:
-        cand = gl.load(permutation_ptr + cand, mask=rows < end, other=0).to(gl.int32)
-    places.store(cand * stride_b + seed * stride_s)
+        is_asked = rows < end
+        if uq_ptr is not None:
+            is_asked = is_asked & is_candidate
+        cand = gl.load(permutation_ptr + cand, mask=is_asked, other=0).to(gl.int32)
+    return cand
+
+
+@gluon.jit
+def add_candidates(places, asked, stride_qb):
+    """Complete `places` with the candidates that `ask_places` gave, 0 where nothing is to be added."""
+    for i in gl.static_range(2):
+        place = places.index(i).load(gl.BlockedLayout([2], [32], [1], [0]))
+        places.index(i).store(place + asked[i] * stride_qb)
+
+
+@gluon.jit
+def gather_rows(q_ptr, uq_ptr, row, places, buf, D: gl.constexpr, HEAD_SIZE: gl.constexpr):
+    """Start copying 64 query rows of the tile that begins with `row` from where `places` says they lie; zeros where it
+    says -1."""
+    if uq_ptr is not None:
+        q_ptr = gl.where(row < 0, uq_ptr, q_ptr)
+    # Four rows of 64 columns at once: the halves of a row are a thread's, at one address.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    place = places.load(gl.SliceLayout(1, layout))
+    pointers = (q_ptr + columns)[None, :] + (place.to(gl.int64) * 8)[:, None]
+    mask = (place >= 0)[:, None] & (columns < HEAD_SIZE)[None, :]
+    async_copy.async_copy_global_to_shared(buf.reshape([64, D]), pointers, mask=mask)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def row_pointers(
     out_ptr, permutation_ptr, row, end, head, heads, seeds, layout: gl.constexpr, D: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr,
+    HEAD_SIZE: gl.constexpr, PERMUTED: gl.constexpr, ONCE: gl.constexpr = False,
 ):  # fmt: skip
     """Where 64 rows of a head lie in a contiguous `[B, S, H, D]`, each where its candidate is, and a mask of those
-    before `end`."""
+    before `end`. With ONCE a row is looked up by one thread (of four warps), else by each that has a part of it."""
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     valid = rows < end
-    rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
+    if PERMUTED and ONCE:
+        asked = row + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        asked = row_places(permutation_ptr, asked, asked < end, seeds, PERMUTED)
+        rows = gl.convert_layout(asked, gl.SliceLayout(1, layout))
+    else:
+        rows = row_places(permutation_ptr, rows, valid, seeds, PERMUTED)
     pointers = out_ptr + (rows.to(gl.int64) * heads + head) * HEAD_SIZE
     mask = valid[:, None] & (columns < HEAD_SIZE)[None, :]
     return pointers[:, None] + columns[None, :], mask
@@ -297,8 +317,9 @@ def send_rows(
     accumulator's layout has 4 bytes a thread and half sectors. Aligned, since the output is contiguous and head sizes
     are multiples of 8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    # Otherwise each thread looks up its 8 rows, and for want of registers one after the other.
     pointers, mask = row_pointers(
-        out_ptr, permutation_ptr, row, end, head, heads, seeds, layout, D, HEAD_SIZE, PERMUTED
+        out_ptr, permutation_ptr, row, end, head, heads, seeds, layout, D, HEAD_SIZE, PERMUTED, True
     )  # fmt: skip
     gl.store(pointers, tile.load(layout), mask=mask)
 

@@ -8,7 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, gather_item, load_rows, read_tile, zero_rows
+from ikbo_recsys.kernels._gluon._attention_parts import (
+    add_candidates,
+    advance,
+    ask_places,
+    gather_rows,
+    load_rows,
+    read_tile,
+    zero_rows,
+)
 from ikbo_recsys.kernels._gluon._attention_shares import announce, blocks_of, turn_of, turn_step, turns
 from ikbo_recsys.kernels._gluon._compat import tma_load
 
@@ -72,18 +80,35 @@ def producer(
     row_v = 0
     head_v = 0
     left_v = 0
+    # With GATHER the table is read an item ahead.
+    where = 0
+    keys = 0
+    head = 0
     first_turn, end_turn, plan = turns(table_ptr, items, heads, KEYS, SHARES)
     if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
         if first_turn < end_turn:
-            gather_item(
-                table_ptr, turn_of(first_turn, plan, SHARES)[0], heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places,
-                q_empty, 0, 0, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                D, HEAD_SIZE, PERMUTED,
+            item = turn_of(first_turn, plan, SHARES)[0]
+            row, end, where, keys = read_tile(table_ptr, item, heads)
+            head = item % heads
+            asked = ask_places(
+                places, row, end, head, permutation_ptr, uq_ptr, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
+                stride_uqb, stride_uqs, stride_uqh,
+                PERMUTED,
             )  # fmt: skip
+            if PERMUTED:
+                add_candidates(places, asked, stride_qb)
+            for i in range(2):
+                gather_rows(q_ptr, uq_ptr, row, places.index(i), q_bufs.index(i), D, HEAD_SIZE)
     for turn in range(first_turn, end_turn, turn_step(SHARES)):
         item, low, high, unit = turn_of(turn, plan, SHARES)
-        row, end, where, keys = read_tile(table_ptr, item, heads)
-        head = item % heads
+        if not GATHER:
+            row, end, where, keys = read_tile(table_ptr, item, heads)
+            head = item % heads
+        else:
+            more = turn + turn_step(SHARES) < end_turn
+            next_item = turn_of(gl.where(more, turn + turn_step(SHARES), turn), plan, SHARES)[0]
+            row, end, next_where, next_keys = read_tile(table_ptr, next_item, heads)
+            next_head = next_item % heads
         kv_head = head // group
         begin, stop, blocks, _ = blocks_of(keys, low, high, unit, KEYS, SHARES)
         if SHARES == 1:
@@ -110,36 +135,49 @@ def producer(
             )  # fmt: skip
             vs, vp = advance(vs, vp, STAGES)
         if GATHER:
-            # These rows were asked for when the last block of the item before was: they are here by now.
+            # These rows were asked for during the item before: they are here by now.
             async_copy.wait_group(0)
             fence_async_shared()
             for i in gl.static_range(2):
                 mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
             qs, qp = advance(qs, qp, 2)
-        for j in range(begin + 1, stop):
-            first = (blocks - 1 - j) * KEYS
-            _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
-            tail_phase = _load_values(
-                v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp,
-                tail_phase,
-                KEYS, D, JAGGED,
+            asked = ask_places(
+                places, row, end, next_head, permutation_ptr, uq_ptr, seeds, user_seeds, stride_qb, stride_qs,
+                stride_qh, stride_uqb, stride_uqs, stride_uqh,
+                PERMUTED,
             )  # fmt: skip
-            ks, kp = advance(ks, kp, STAGES)
-            vs, vp = advance(vs, vp, STAGES)
-        if GATHER:
-            following = turn + turn_step(SHARES)
-            if following < end_turn:
-                following = turn_of(following, plan, SHARES)[0]
-                gather_item(
-                    table_ptr, following, heads, q_ptr, uq_ptr, permutation_ptr, q_bufs, places, q_empty, qs, qp, seeds,
-                    user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                    D, HEAD_SIZE, PERMUTED,
+        # Once the rings have gone round, the consumers are about to leave the item before, and the room of the next
+        # item's rows becomes free: then 64 are asked for behind each block of keys, so that the rings never run dry. An
+        # item with few blocks has steps without one.
+        room_at = begin + STAGES - 1
+        for j in range(begin + 1, gl.maximum(stop, room_at + 2) if GATHER else stop):
+            if not GATHER or j < stop:
+                first = (blocks - 1 - j) * KEYS
+                _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
+                tail_phase = _load_values(
+                    v_desc, v_full, v_empty, landed, v_bufs, where, first + KEYS, keys - first - KEYS, kv_head, vs, vp,
+                    tail_phase,
+                    KEYS, D, JAGGED,
                 )  # fmt: skip
+                ks, kp = advance(ks, kp, STAGES)
+                vs, vp = advance(vs, vp, STAGES)
+            if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
+                if more & (j >= room_at) & (j < room_at + 2):
+                    who = j - room_at
+                    if PERMUTED:  # noqa: SIM102
+                        if who == 0:
+                            add_candidates(places, asked, stride_qb)
+                    mbarrier.wait(q_empty.index(qs * 2 + who), qp ^ 1)
+                    gather_rows(q_ptr, uq_ptr, row, places.index(who), q_bufs.index(qs * 2 + who), D, HEAD_SIZE)
         where_v = where + 0
         head_v = kv_head + 0
         if SHARES > 0:
             row_v = (blocks - stop) * KEYS
         left_v = keys - row_v
+        if GATHER:
+            where = next_where + 0
+            keys = next_keys + 0
+            head = next_head + 0
     if first_turn < end_turn:
         _load_values(
             v_desc, v_full, v_empty, landed, v_bufs, where_v, row_v, left_v, head_v, vs, vp, tail_phase, KEYS, D, JAGGED
