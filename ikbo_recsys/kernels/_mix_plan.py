@@ -41,7 +41,7 @@ class MixPlan(ABC):
         offsets: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        if torch.is_grad_enabled() and needs_gradient(user, cand, weight, bias):
+        if needs_gradient(user, cand, weight, bias):
             return self.finish(_Differentiable.apply(self, user, cand, weight, to_user, offsets, bias))
         return self.forward(user, cand, weight, to_user, bias)
 
