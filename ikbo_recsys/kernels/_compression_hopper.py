@@ -24,8 +24,6 @@ STAGES = {256: 6, 128: 8, 64: 12}
 SHARED_MEMORY = 226 << 10
 """Of a block, without its barriers."""
 WEIGHT_BYTES = ROWS * STEP * 2
-WEIGHT_STEP = TMA_ALIGNMENT // 2
-"""Of how many columns a weight's parts are made a multiple: their rows are aligned then."""
 TAIL_UNIT = 1.13
 """A tail block's unit takes so many times as long as a pair's: as many products, and the rows of two candidates come
 from L2 for them. At 7 row tiles and 132 blocks it gives 21 tail blocks. Least time took, of 20 to 25, 21 at D = 256 and

@@ -8,6 +8,7 @@ Shape letters: U users, B candidates, Ku/Kc features, D embedding size, M output
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 
 import torch
@@ -17,7 +18,7 @@ from ikbo_recsys.kernels import _backend, _checks, _compression_hopper, _plan, r
 from ikbo_recsys.kernels._backend import Choice
 from ikbo_recsys.kernels._compression_backward import Backward, readable
 from ikbo_recsys.kernels._compression_portable import Mix
-from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, weight_parts
+from ikbo_recsys.kernels._compression_weight import WEIGHT_STEP, aligned_parts, weight_parts
 from ikbo_recsys.kernels._launch import device_guard
 from ikbo_recsys.kernels._mix_plan import MixPlan
 
@@ -96,18 +97,19 @@ class Plan(MixPlan):
     """A path, and what it prepared for calls that differ in contents and addresses only."""
 
     def __init__(self, path: str, is_traced: bool = False) -> None:
-        self._path, self._is_traced = path, is_traced
+        self._path = path
         self._launches: Callable[..., Callable[..., Tensor]] = _Portable
-        self._weight_step = WEIGHT_STEP
+        self._parts: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+        self._parts = functools.partial(weight_parts, step=WEIGHT_STEP, is_traced=is_traced)
         if path == "gluon":
-            self._launches, self._weight_step = _compression_hopper.forward_launches, _compression_hopper.WEIGHT_STEP
+            self._launches, self._parts = _compression_hopper.forward_launches, aligned_parts
         self._forward: Callable[..., Tensor] | None = None
         self._backwards: dict[Hashable, Backward] = {}
 
     def forward(self, user: Tensor, cand: Tensor, weight: Tensor, to_user: Tensor, bias: Tensor | None) -> Tensor:
         """The operator without gradients."""
         with device_guard(cand):
-            parts = weight_parts(weight, user.shape[1], self._weight_step, self._is_traced)
+            parts = self._parts(weight, user.shape[1])
             tensors = (user, cand, parts, to_user, bias)
             if self._forward is not None:
                 return self._forward(*tensors)

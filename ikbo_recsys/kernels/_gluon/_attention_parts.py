@@ -14,10 +14,10 @@ from ikbo_recsys.kernels._gluon._compat import eights, tma_load
 
 
 def _rescale_assembly(registers: int) -> tuple[str, str]:
-    """Multiply `registers` accumulator registers by their row's factor, unless the whole warp's factors are 1.
+    """Multiply `registers` accumulator registers by their row's factor, unless that of all rows beside it is 1.
 
-    A row of the accumulator lies in every other pair of registers, so two factors cover a thread, and each is asked
-    about for itself: it is eight rows' of a warp.
+    A row of the accumulator lies in every other pair of registers, so two factors cover a thread, and each stands
+    beside those of seven other rows in a warp.
     """
     factor = [f"${2 * registers + i}" for i in range(registers)]
     rows = []
