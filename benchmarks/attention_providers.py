@@ -140,7 +140,6 @@ def flex(**compile_options: Any) -> Build:
         back = inputs["order"]
         there = back.argsort()
         mask = user_blocks(module, inputs["rows"], inputs["offsets"])
-        torch._dynamo.reset()
         flex = torch.compile(module.flex_attention, dynamic=False, **compile_options)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def torch_way(function: Callable[..., Tensor], names: Sequence[str], **compile_o
 
     def build(inputs: Inputs) -> Callable[[], Tensor]:
         arguments = [*(inputs[name] for name in names), inputs["index"].to_user.long()]
-        chosen = _compiled(function, **compile_options) if compile_options else function
+        chosen = torch.compile(function, **compile_options) if compile_options else function
 
         def run() -> Tensor:
             with torch.no_grad():
@@ -70,7 +70,7 @@ def training(function: Callable[..., Tensor], names: Sequence[str], *, index: st
     def build(inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
         leaves = [inputs[name].detach().clone().requires_grad_() for name in names]
         who = inputs["index"] if index == "index" else inputs["index"].to_user.long()
-        chosen = _compiled(function) if compiled else function
+        chosen = torch.compile(function) if compiled else function
 
         def run() -> tuple[Tensor, ...]:
             return torch.autograd.grad(chosen(*leaves, who), leaves, inputs["probe"])
@@ -78,12 +78,6 @@ def training(function: Callable[..., Tensor], names: Sequence[str], *, index: st
         return run
 
     return build
-
-
-def _compiled(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
-    compiled: Callable[..., Tensor] = torch.compile(function, **options)
-    return compiled
 
 
 MAX_AUTOTUNE: Mapping[str, Any] = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}

@@ -200,7 +200,6 @@ _TRAINED = {
     "cudnn_grouped": (by.twice(by.cudnn_grouped), _TRAINED_CASES),
     "torch_varlen_grouped": (by.twice(by.torch_varlen), _TRAINED_CASES),
     "cudnn_on_copies": (by.twice(by.broadcast_twin), _TRAINED_CASES),
-    # The ones that compile for long are last: what they take of a run's time limit, nobody else is left without.
     "fa4_varlen_grouped": (by.twice(by.flash4), _TRAINED_CASES),
     "flex_attention": (by.twice(by.flex()), "history(1024|4096)|self1024"),
 }

@@ -1,20 +1,24 @@
 """`python -m benchmarks.run OPERATOR [--case C] [--provider P] [--dtype T] [--json FILE]`: one row a case and provider.
 
-A provider whose result is wrong is not timed, and one that crashes does not end the run: its row says so, and the
-command ends with status 1 if that provider is ours.
+All providers of a case are built and checked first, then timed in rounds in which each has its turn: power decides the
+clock, so what ran before moves a time by more than many rivals are apart. A provider whose result is wrong is not
+timed, and one that crashes does not end the run: its row says so, and the command ends with status 1 if that provider
+is ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import gc
 import json
 import logging
 import math
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +26,10 @@ from torch import Tensor
 
 from benchmarks.cases import OPERATORS, Benchmark, Case, Inputs, load
 from benchmarks.providers import AbsentError, Provider
-from benchmarks.timing import ceilings, device_ms, host_us, launch_us
+from benchmarks.timing import ROUNDS, Stopwatch, ceilings, host_us, launch_us, turns
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_COLUMNS = ("case", "dtype", "provider", "ms", "host_us", "tflops", "gbs", "error", "to_best_rival")
+_COLUMNS = ("case", "dtype", "provider", "ms", "low-high", "host_us", "tflops", "gbs", "error", "to_best_rival")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         for dtype_name in options.dtype:
             measured = _run_case(benchmark, case, dtype_name, options.provider)
+            gc.collect()
+            torch.cuda.empty_cache()  # of what all providers held at once
             rows += measured
             status |= any(row["ours"] and ("wrong" in row or "failed" in row) for row in measured)
             if options.json:
@@ -61,19 +67,29 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_case(
     benchmark: Benchmark, case: Case, dtype_name: str, provider_pattern: str, device: str = "cuda"
 ) -> list[dict[str, Any]]:
-    """Check and time every provider on one case; rows in the order of the providers."""
+    """Check every provider on one case, then time those that passed in turns; rows in the order of the providers."""
     dtype = DTYPES[dtype_name]
     torch.manual_seed(0)
-    inputs = benchmark.make_inputs(case, dtype, device)
-    check = Check(benchmark, inputs, dtype)
-    rows = []
+    # Here and in no provider: with another case's programs still there torch.compile makes one for all sizes, and after
+    # some cases none; what is reset while a later provider is built compiles again when it is timed.
+    torch._dynamo.reset()
+    check = Check(benchmark, benchmark.make_inputs(case, dtype, device), dtype)
+    rows: list[dict[str, Any]] = []
+    watches = []
     for provider in benchmark.providers:
         if re.fullmatch(provider_pattern, provider.name) and re.fullmatch(provider.cases, case.name):
             row = {"case": case.name, "group": case.group, "dtype": dtype_name, "provider": provider.name, **case.sizes}
-            row["ours"] = provider.name.startswith("ikbo_recsys")
-            rows.append(row | _measure(benchmark, case, dtype, provider, check))
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            row |= {"ours": provider.name.startswith("ikbo_recsys"), "training": provider.training}
+            row |= {"whole": provider.whole, "rival": provider.rival}
+            rows.append(row)
+            watch = _checked(provider, check, row)
+            if watch is not None:
+                watches.append((row, watch))
+    _time_in_turns(watches)
+    for row in rows:
+        if "ms" in row and row["whole"] and not row["training"]:
+            row["tflops"] = round(benchmark.flops(case) / row["ms"] / 1e9, 1)
+            row["gbs"] = round(benchmark.bytes(case, dtype) / row["ms"] / 1e6, 1)
     for training in (False, True):
         _add_ratio([row for row in rows if row.get("training") is training])
     for row in rows:
@@ -113,25 +129,43 @@ class Check:
         return error, error <= 5 * self._tolerance
 
 
-def _measure(benchmark: Benchmark, case: Case, dtype: torch.dtype, provider: Provider, check: Check) -> dict[str, Any]:
-    row: dict[str, Any] = {"training": provider.training, "whole": provider.whole, "rival": provider.rival}
+@contextlib.contextmanager
+def _recorded(row: dict[str, Any]) -> Iterator[None]:
+    """What a provider raises inside goes into its row: it is a result too, and must not end the run."""
     try:
+        yield
+    except AbsentError as reason:
+        row["absent"] = str(reason)
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {str(error)[:160]}"
+
+
+def _checked(provider: Provider, check: Check, row: dict[str, Any]) -> Stopwatch | None:
+    """A stopwatch for the provider's function; None, and the row says why, where that is wrong or cannot run."""
+    with _recorded(row):
         function = provider.build(check.inputs)
         checked = check.error(provider, function())
         if checked is not None:
             row["error"] = checked[0]
             if not checked[1]:
-                return row | {"wrong": True}
-        ms = device_ms(function)
-        row |= {"ms": round(ms, 5), "host_us": round(host_us(function), 1)}
-    except AbsentError as reason:
-        return row | {"absent": str(reason)}
-    except Exception as error:  # a crash is a result too, and must not end the run
-        return row | {"failed": f"{type(error).__name__}: {str(error)[:160]}"}
-    if provider.whole and not provider.training:
-        row["tflops"] = round(benchmark.flops(case) / ms / 1e9, 1)
-        row["gbs"] = round(benchmark.bytes(case, dtype) / ms / 1e6, 1)
-    return row
+                row["wrong"] = True
+                return None
+        return Stopwatch(function)
+    return None
+
+
+def _time_in_turns(watches: Sequence[tuple[dict[str, Any], Stopwatch]]) -> None:
+    """Add the times to each row. Who crashes takes no more turns and has no times."""
+    for order in turns(len(watches)):
+        for row, watch in (watches[i] for i in order):
+            if "failed" not in row:
+                with _recorded(row):
+                    watch.take_turn()
+    for row, watch in watches:
+        if "failed" not in row:
+            with _recorded(row):
+                times = {name: round(ms, 5) for name, ms in watch.times().items()}
+                row |= times | {"host_us": round(host_us(watch.function), 1)}
 
 
 def _relative_error(result: Tensor, expected: Tensor) -> float:
@@ -162,7 +196,8 @@ def _environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "timing": "CUDA events, L2 flushed before each call, median",
+        "timing": "CUDA events, L2 flushed before each call, median of all calls; the providers of a case took turns, "
+        f"{ROUNDS} rounds: ms_low and ms_high are the lowest and the highest median of a round",
         "launch_us": round(launch_us(), 1),
     }
 
@@ -191,8 +226,8 @@ def _format(row: dict[str, Any]) -> str:
     if row.get("wrong"):
         return f"{row['case']:>14} {row['dtype']:>5} {row['provider']:<40} WRONG, not timed: error {row['error']:.2e}"
     numbers = (
-        f"{row['ms']:8.4f} ms {row['host_us']:7.1f} us host {row.get('tflops', float('nan')):6.1f} TFLOP/s "
-        f"{row.get('gbs', float('nan')):7.1f} GB/s"
+        f"{row['ms']:8.4f} ms ({row['ms_low']:.4f}-{row['ms_high']:.4f}) {row['host_us']:7.1f} us host "
+        f"{row.get('tflops', float('nan')):6.1f} TFLOP/s {row.get('gbs', float('nan')):7.1f} GB/s"
     )
     error = f" err {row['error']:.2e}" if "error" in row else ""
     ratio = f" x{row['to_best_rival']:.2f}" if "to_best_rival" in row else ""

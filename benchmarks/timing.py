@@ -1,29 +1,90 @@
-"""Timing on a GPU: medians with a cold L2, host time per call, the ceilings of the card."""
+"""Timing on a GPU: medians with a cold L2, in turns, host time per call, the ceilings of the card."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+ROUNDS = 5
 _FLUSH_BYTES = 256 << 20  # more than four times the L2 of an H200 (60 MB)
+_CALLS = (15, 400)  # of a function in all rounds: at least and at most
 
 
-def device_ms(function: Callable[[], Any], *, budget_ms: float = 120.0, least: int = 15) -> float:
-    """Median milliseconds between CUDA events around one call, the L2 flushed before each.
+class Stopwatch:
+    """Times one function, a round at a time, so that others can have theirs in between.
+
+    Making it warms the function up and finds how many calls are a round's share of `budget_ms`.
+    """
+
+    def __init__(self, function: Callable[[], Any], budget_ms: float = 120.0) -> None:
+        self.function = function
+        self._calls, self._flushes = _plan(function, budget_ms)
+        self._rounds: list[list[float]] = []
+
+    def take_turn(self) -> None:
+        self._rounds.append(_samples(self.function, self._calls, self._flushes))
+
+    def times(self) -> dict[str, float]:
+        """`ms`: the median of all calls; `ms_low`, `ms_high`: the lowest and the highest median of a round."""
+        medians = [statistics.median(samples) for samples in self._rounds]
+        whole = statistics.median(sample for samples in self._rounds for sample in samples)
+        return {"ms": whole, "ms_low": min(medians), "ms_high": max(medians)}
+
+
+def turns(count: int) -> list[list[int]]:
+    """In which order `count` functions take their turns in each round.
+
+    At its power limit a GPU is faster behind a function that drew less, so the next one is always who has followed the
+    last one least often; among equals, a round begins its search one further on than the round before.
+    """
+    followed = Counter[tuple[int, int]]()
+    rounds: list[list[int]] = []
+    last = -1
+    for begin in range(ROUNDS):
+        waiting = sorted(range(count), key=lambda i: (i - begin) % count)
+        rounds.append([])
+        while waiting:
+            chosen = min(waiting, key=lambda i: followed[last, i])
+            waiting.remove(chosen)
+            rounds[-1].append(chosen)
+            followed[last, chosen] += 1
+            last = chosen
+    return rounds
+
+
+def device_ms(function: Callable[[], Any], *, budget_ms: float = 120.0) -> float:
+    """Median milliseconds of one call of a function that takes turns with nobody."""
+    watch = Stopwatch(function, budget_ms)
+    for _ in range(ROUNDS):
+        watch.take_turn()
+    return watch.times()["ms"]
+
+
+def _plan(function: Callable[[], Any], budget_ms: float) -> tuple[int, int]:
+    """Calls in a round, and flushes before each.
 
     The flush is repeated for as long as the host takes to enqueue the call: the GPU would wait for it between kernels
     otherwise, and that is what `host_us` is for.
     """
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    flush = _flush_buffer()
     enqueued_ms = host_us(function, calls=5, rounds=3) / 1e3
     flushes = max(1, math.ceil(1.5 * enqueued_ms / _elapsed_ms(flush.zero_, 5)))
-    repeats = max(least, min(400, int(budget_ms / max(_elapsed_ms(function, 3), 1e-3))))
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    least, most = _CALLS
+    calls = max(least, min(most, int(budget_ms / max(_elapsed_ms(function, 3), 1e-3))))
+    return calls // ROUNDS, flushes
+
+
+def _samples(function: Callable[[], Any], calls: int, flushes: int) -> list[float]:
+    """Milliseconds between CUDA events around each call, the L2 flushed before."""
+    flush = _flush_buffer()
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(calls)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         for _ in range(flushes):
             flush.zero_()
@@ -31,7 +92,11 @@ def device_ms(function: Callable[[], Any], *, budget_ms: float = 120.0, least: i
         function()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+    return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _flush_buffer() -> Tensor:
+    return torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def _elapsed_ms(function: Callable[[], Any], calls: int) -> float:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import json
 import math
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import plot, run, table
+from benchmarks import builders, compression_linear, plot, run, table, timing
 from benchmarks.cases import Benchmark, Case, load
 from benchmarks.providers import AbsentError, Provider
 
@@ -18,19 +24,22 @@ SMALL = {
     "compression_linear": {"B": 130, "ratio": 40, "M": 7, "D": 8, "Ku": 5, "Kc": 9},
     "linear": {"B": 70, "ratio": 30, "M": 7, "Ku": 5, "Kc": 9},
 }
+PLAN = timing._plan  # which the stand-in of the clock replaces
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every function takes a millisecond; the functions that were timed."""
+    """Every function is called once a turn and takes a millisecond; the functions that were timed, turn by turn."""
     timed: list[object] = []
 
-    def device_ms(function: object) -> float:
+    def samples(function: Callable[[], Any], calls: int, flushes: int) -> list[float]:
         timed.append(function)
-        return 1.0
+        function()
+        return [1.0] * calls
 
-    monkeypatch.setattr(run, "device_ms", device_ms)
+    monkeypatch.setattr(timing, "_plan", lambda function, budget_ms: (1, 1))
+    monkeypatch.setattr(timing, "_samples", samples)
     monkeypatch.setattr(run, "host_us", lambda function: 10.0)
     return timed
 
@@ -97,6 +106,136 @@ def test_a_crash_is_a_row() -> None:
     assert ["failed" in rows[0], "absent" in rows[1], "ms" in rows[2]] == [True] * 3
     assert "out of memory" in run._format(rows[0])
     assert "so and so" in run._format(rows[1])
+
+
+def instead(name: str, act: Callable[[], object]) -> Provider:
+    """`linear` by plain torch, under this name; `act` comes before every call."""
+
+    def build(inputs: Any) -> Callable[[], Any]:
+        function = load("linear").providers[2].build(inputs)
+
+        def named() -> Any:
+            act()
+            return function()
+
+        return named
+
+    return Provider(name, build)
+
+
+def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is timed before all are checked, or twice in a round; a wrong one never; the times are of all rounds."""
+    called: list[str] = []
+    names = ["a", "b", "wrong", "c"]
+    providers = [instead(name, lambda name=name: called.append(name)) for name in names]
+    right = providers[2].build
+    providers[2] = dataclasses.replace(providers[2], build=lambda inputs: lambda: right(inputs)() + 1)
+    taken = {name: iter(times) for name, times in (("a", [5, 1, 2, 9, 3]), ("b", [4] * 5), ("c", [7, 7, 7, 7, 6]))}
+
+    def samples(function: Callable[[], Any], calls: int, flushes: int) -> list[float]:
+        function()
+        ms = float(next(taken[called[-1]]))
+        return [ms, ms, ms + 20]
+
+    monkeypatch.setattr(timing, "_samples", samples)
+    rows = rows_of("linear", ".*", dataclasses.replace(load("linear"), providers=providers))
+    assert called[:4] == names
+    rounds = [called[i : i + 3] for i in range(4, len(called), 3)]
+    assert [sorted(order) for order in rounds] == [["a", "b", "c"]] * timing.ROUNDS
+    assert len(set(map(tuple, rounds))) > 1
+    assert rows[2]["wrong"]
+    times = [(row["ms"], row["ms_low"], row["ms_high"]) for row in rows if "ms" in row]
+    assert times == [(5, 1, 9), (4, 4, 4), (7, 6, 7)]
+    assert "5.0000 ms (1.0000-9.0000)" in run._format(rows[0])
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+def test_nobody_always_follows_the_same(count: int) -> None:
+    rounds = timing.turns(count)
+    assert [sorted(order) for order in rounds] == [list(range(count))] * timing.ROUNDS
+    order = [i for round_ in rounds for i in round_]
+    most = max(Counter(itertools.pairwise(order)).values())
+    assert count == 1 or most <= 3, rounds
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.001, 400), (0.3, 400), (1.2, 100), (8.0, 15), (60.0, 15)])
+def test_rounds_share_the_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """120 ms, but 15 to 400 calls; flushes take half as long again as the host needs to enqueue a call."""
+    flush = torch.empty(1)
+    monkeypatch.setattr(timing, "_flush_buffer", lambda: flush)
+    monkeypatch.setattr(timing, "_elapsed_ms", lambda function, count: 0.1 if function == flush.zero_ else ms)
+    monkeypatch.setattr(timing, "host_us", lambda function, calls, rounds: 180.0)
+    assert PLAN(lambda: None, 120.0) == (calls // timing.ROUNDS, 3)
+
+
+@pytest.mark.parametrize("calls_before", range(3), ids=["checked", "first round", "second round"])
+def test_a_crash_in_any_call_is_a_row(calls_before: int) -> None:
+    calls = Counter[str]()
+
+    def crash() -> None:
+        calls["crash"] += 1
+        if calls["crash"] > calls_before:
+            raise RuntimeError("an illegal address, say")
+
+    providers = [instead("a", lambda: calls.update("a")), instead("ikbo_recsys", crash), instead("b", int)]
+    rows = rows_of("linear", ".*", dataclasses.replace(load("linear"), providers=providers))
+    assert "illegal address" in rows[1]["failed"]
+    assert not {"ms", "host_us", "tflops", "to_best_rival"} & rows[1].keys()
+    assert "illegal address" in run._format(rows[1])
+    assert all(rows[i]["ms"] == 1.0 for i in (0, 2)), rows
+    assert calls == {"a": 1 + timing.ROUNDS, "crash": calls_before + 1}
+
+
+def test_nothing_of_a_case_stays(clock: list[object]) -> None:
+    """All providers of a case hold their memory at once: the next case needs it, whatever became of them."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def build(fault: str) -> Callable[[Any], Callable[[], Any]]:
+        def make(inputs: Any) -> Callable[[], Any]:
+            weight = inputs["weight"] + (fault == "wrong")
+            held.append(weakref.ref(weight))
+            function = load("linear").providers[2].build({**inputs, "weight": weight})
+            calls = itertools.count()
+            return lambda: [][0] if fault == "crash" and next(calls) > 1 else function()
+
+        return make
+
+    providers = [Provider(name, build(name)) for name in ("right", "wrong", "crash")]
+    rows = rows_of("linear", ".*", dataclasses.replace(load("linear"), providers=providers))
+    assert ["ms" in rows[0], "wrong" in rows[1], "failed" in rows[2]] == [True] * 3
+    clock.clear()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3
+
+
+def test_a_crash_in_host_time_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "host_us", lambda function: function(1))
+    (row,) = rows_of("linear", "ikbo_recsys")
+    assert "TypeError" in row["failed"]
+    assert "ms" not in row
+
+
+def test_compiled_once_a_case(monkeypatch: pytest.MonkeyPatch, clock: list[object]) -> None:
+    """Neither while others are built nor in turns is a program compiled again, and none is for any size."""
+    compiled: list[list[str]] = []
+    real = torch.compile
+
+    def backend(module: Any, inputs: list[Any], **options: Any) -> Any:
+        compiled.append(["timed"] * bool(clock) + [str(x) for x in inputs if not isinstance(x, torch.Tensor)])
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend))
+    way = builders.torch_way(compression_linear.decomposed, compression_linear.OPERANDS, mode="default")
+    benchmark = load("compression_linear")
+    trained = [p for p in benchmark.providers if p.name.endswith("compiled, training")]
+    benchmark = dataclasses.replace(benchmark, providers=[Provider("decomposed", way), *trained])
+    for batch in (130, 91):
+        compiled.clear()
+        clock.clear()
+        case = Case("default", SMALL["compression_linear"] | {"B": batch})
+        rows = run._run_case(benchmark, case, "fp32", ".*", device="cpu")
+        assert all("ms" in row for row in rows), rows
+        assert compiled == [[]] * 3
 
 
 def row(provider: str, case: str, ms: float, **more: object) -> dict[str, object]:
