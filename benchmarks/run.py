@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.cases import OPERATORS, Benchmark, Case, Inputs, load
 from benchmarks.providers import AbsentError, Provider
-from benchmarks.timing import ROUNDS, Stopwatch, ceilings, host_us, launch_us, turns
+from benchmarks.timing import ROUNDS, Stopwatch, ceilings, host_us, launch_us, rest_alike, turns
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _COLUMNS = ("case", "dtype", "provider", "ms", "low-high", "host_us", "tflops", "gbs", "error", "to_best_rival")
@@ -85,7 +85,8 @@ def _run_case(
             watch = _checked(provider, check, row)
             if watch is not None:
                 watches.append((row, watch))
-    _time_in_turns(watches)
+    for training in (False, True):
+        _time_in_turns([(row, watch) for row, watch in watches if row["training"] is training])
     for row in rows:
         if "ms" in row and row["whole"] and not row["training"]:
             row["tflops"] = round(benchmark.flops(case) / row["ms"] / 1e9, 1)
@@ -156,6 +157,7 @@ def _checked(provider: Provider, check: Check, row: dict[str, Any]) -> Stopwatch
 
 def _time_in_turns(watches: Sequence[tuple[dict[str, Any], Stopwatch]]) -> None:
     """Add the times to each row. Who crashes takes no more turns and has no times."""
+    rest_alike([watch for _, watch in watches])
     for order in turns(len(watches)):
         for row, watch in (watches[i] for i in order):
             if "failed" not in row:
@@ -196,7 +198,7 @@ def _environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "timing": "CUDA events, L2 flushed before each call, median of all calls; the providers of a case took turns, "
+        "timing": "CUDA events, L2 flushed before each call, equally long for all, median of all calls; the providers of a case took turns, "
         f"{ROUNDS} rounds: ms_low and ms_high are the lowest and the highest median of a round",
         "launch_us": round(launch_us(), 1),
     }

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,28 +14,38 @@ from torch import Tensor
 
 ROUNDS = 5
 _FLUSH_BYTES = 256 << 20  # more than four times the L2 of an H200 (60 MB)
+_FLUSH_MS = 0.3  # at least, before each call
 _CALLS = (15, 400)  # of a function in all rounds: at least and at most
 
 
 class Stopwatch:
     """Times one function, a round at a time, so that others can have theirs in between.
 
-    Making it warms the function up and finds how many calls are a round's share of `budget_ms`.
+    Making it warms the function up and finds how many calls are a round's share of `budget_ms`, and by how many flushes
+    of the L2 each has to be preceded.
     """
 
     def __init__(self, function: Callable[[], Any], budget_ms: float = 120.0) -> None:
         self.function = function
-        self._calls, self._flushes = _plan(function, budget_ms)
+        self._calls, self.flushes = _plan(function, budget_ms)
         self._rounds: list[list[float]] = []
 
     def take_turn(self) -> None:
-        self._rounds.append(_samples(self.function, self._calls, self._flushes))
+        self._rounds.append(_samples(self.function, self._calls, self.flushes))
 
     def times(self) -> dict[str, float]:
         """`ms`: the median of all calls; `ms_low`, `ms_high`: the lowest and the highest median of a round."""
         medians = [statistics.median(samples) for samples in self._rounds]
         whole = statistics.median(sample for samples in self._rounds for sample in samples)
         return {"ms": whole, "ms_low": min(medians), "ms_high": max(medians)}
+
+
+def rest_alike(watches: Sequence[Stopwatch]) -> None:
+    """Flush for as long before all as before the one that needs it longest: a flush draws less than most functions, so
+    that at its power limit a GPU is the faster behind it the longer it takes."""
+    most = max((watch.flushes for watch in watches), default=0)
+    for watch in watches:
+        watch.flushes = most
 
 
 def turns(count: int) -> list[list[int]]:
@@ -71,11 +81,11 @@ def _plan(function: Callable[[], Any], budget_ms: float) -> tuple[int, int]:
     """Calls in a round, and flushes before each.
 
     The flush is repeated for as long as the host takes to enqueue the call: the GPU would wait for it between kernels
-    otherwise, and that is what `host_us` is for.
+    otherwise, and that is what `host_us` is for. It takes as long before quicker ones, so that processes compare.
     """
     flush = _flush_buffer()
     enqueued_ms = host_us(function, calls=5, rounds=3) / 1e3
-    flushes = max(1, math.ceil(1.5 * enqueued_ms / _elapsed_ms(flush.zero_, 5)))
+    flushes = math.ceil(max(_FLUSH_MS, 1.5 * enqueued_ms) / _elapsed_ms(flush.zero_, 5))
     least, most = _CALLS
     calls = max(least, min(most, int(budget_ms / max(_elapsed_ms(function, 3), 1e-3))))
     return calls // ROUNDS, flushes

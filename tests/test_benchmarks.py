@@ -159,13 +159,29 @@ def test_nobody_always_follows_the_same(count: int) -> None:
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(0.001, 400), (0.3, 400), (1.2, 100), (8.0, 15), (60.0, 15)])
-def test_rounds_share_the_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """120 ms, but 15 to 400 calls; flushes take half as long again as the host needs to enqueue a call."""
+@pytest.mark.parametrize(("enqueued_us", "flushes"), [(30.0, 3), (320.0, 5)])
+def test_rounds_share_the_calls(
+    ms: float, calls: int, enqueued_us: float, flushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """120 ms, but 15 to 400 calls; flushes take half as long again as the host needs to enqueue a call, at least 0.3
+    ms."""
     flush = torch.empty(1)
     monkeypatch.setattr(timing, "_flush_buffer", lambda: flush)
     monkeypatch.setattr(timing, "_elapsed_ms", lambda function, count: 0.1 if function == flush.zero_ else ms)
-    monkeypatch.setattr(timing, "host_us", lambda function, calls, rounds: 180.0)
-    assert PLAN(lambda: None, 120.0) == (calls // timing.ROUNDS, 3)
+    monkeypatch.setattr(timing, "host_us", lambda function, calls, rounds: enqueued_us)
+    assert PLAN(lambda: None, 120.0) == (calls // timing.ROUNDS, flushes)
+
+
+def test_all_rest_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose host is slow has no more rest for it; training, which is slower, is not among those it is compared with."""
+    seen: list[int] = []
+    wanted = {"a": 2, "b": 5, "c": 7, "d": 1}
+    providers = [dataclasses.replace(instead(name, int), training=name in "cd") for name in wanted]
+    flushes_of = iter(wanted.values())
+    monkeypatch.setattr(timing, "_plan", lambda function, budget_ms: (1, next(flushes_of)))
+    monkeypatch.setattr(timing, "_samples", lambda function, calls, flushes: seen.append(flushes) or [1.0])
+    rows_of("linear", ".*", dataclasses.replace(load("linear"), providers=providers, gradients=None))
+    assert seen == [5] * 2 * timing.ROUNDS + [7] * 2 * timing.ROUNDS
 
 
 @pytest.mark.parametrize("calls_before", range(3), ids=["checked", "first round", "second round"])
