@@ -33,7 +33,8 @@ def make_index(users: int, cands: int, grouped: bool, dtype: torch.dtype = torch
 # ---- compression_linear ----------------------------------------------------------------------------------------------
 
 # (multiprocessors, U, B, M, D, Ku, Kc): only a tail, pairs without one, both, more blocks than work, several column
-# tiles, a weight that stays in shared memory as a whole and one that does not, many users (the last two)
+# tiles, a weight that stays in shared memory as a whole and one that does not, halves and quarters of the user's tiles,
+# the most users that are not many, many users (the last two)
 COMPRESSION = [
     (2, 2, 3, 40, 64, 20, 33),
     (3, 3, 4, 128, 72, 8, 64),
@@ -41,6 +42,10 @@ COMPRESSION = [
     (9, 2, 4, 449, 256, 40, 866),
     (50, 2, 2, 65, 512, 64, 1000),
     (4, 2, 5, 130, 64, 8, 600),
+    (13, 3, 4, 128, 256, 200, 40),
+    (40, 2, 3, 40, 264, 1126, 33),
+    (5, 2, 3, 1, 72, 65, 16),
+    (2, 16, 5, 40, 256, 33, 20),
     (2, 20, 23, 65, 64, 40, 33),
     (3, 9, 11, 193, 256, 70, 17),
 ]
@@ -64,6 +69,26 @@ def test_compression_linear(sizes: tuple[int, ...], dtype: torch.dtype, eager: f
     expected = expected + bias.double()[:, None] if eager else expected
     # One rounding of the user's part, and one of the result.
     assert relative_error(out, expected) < torch.finfo(dtype).eps / 2
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(("m", "d"), [(433, 72), (40, 128), (1, 256), (40, 264)])
+def test_compression_linear_of_tiles_of_any_width(m: int, d: int, dtype: torch.dtype) -> None:
+    """The user's part has the same bits, whatever the number of columns that a tile of it has."""
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+    from tests.emulator import emulated
+
+    user, weight, bias = torch.randn(3, 200, d).to(dtype), torch.randn(m, 200).to(dtype), torch.randn(m).to(dtype)
+    tiles, most = hopper.part_shape(weight, user)[0], hopper.columns(d) // 64
+    parts = {}
+    for multiprocessors in (tiles, 2 * tiles, 4 * tiles):
+        with emulated(m, multiprocessors=multiprocessors) as ran:
+            launch = hopper.UserPart(weight, user, bias)
+            parts[hopper.tile_strips(tiles, hopper.columns(d), multiprocessors)] = launch(weight, user, bias)
+        assert ran == ["user_part_kernel"]
+    assert sorted(parts) == [strips for strips in (1, 2, 4) if strips <= most]
+    assert all(torch.equal(part, parts[most]) for part in parts.values())
 
 
 @interpreted

@@ -217,7 +217,7 @@ def test_hopper_arguments(gpu: StandIn) -> None:
     user, cand, weight = gpu.randn(8, 65, 256), gpu.randn(70, 866, 256), gpu.randn(433, 931)
     index = make_index(gpu, 8, 70)
     user_part, candidates = first(gpu, lambda: compression_linear(user, cand, weight, index))
-    assert (user_part.grid, user_part.threads) == ((56, 1, 1), 256)
+    assert (user_part.grid, user_part.threads) == ((112, 1, 1), 256)
     assert (candidates.grid, candidates.threads) == ((132, 1, 1), 384)
     weight_user, user_desc = user_part.arguments[0], user_part.arguments[5]
     weight_cand, cand_desc, out_desc = (candidates.arguments[i] for i in (0, 5, 12))
@@ -229,10 +229,25 @@ def test_hopper_arguments(gpu: StandIn) -> None:
     assert user_desc[1] == gpu.place(user.data_ptr(), b"")
     assert cand_desc[1] == gpu.place(cand.data_ptr(), b"")
     part = user_part.arguments[13]
-    # (user part or bias, user part, M, tiles), then (user part, index, absent bias, M, U, B, tail blocks).
-    assert user_part.arguments[12:16] == (part, part, 433, 56)
+    # (user part or bias, user part, M, tiles, strips of 64 columns in each), then (user part, index, absent bias, M, U,
+    # B, tail blocks).
+    assert user_part.arguments[12:17] == (part, part, 433, 112, 2)
     index_place = gpu.place(index.to_user.data_ptr(), b"")
     assert candidates.arguments[19:26] == (part, index_place, out_desc[1], 433, 8, 70, 21)
+
+
+@inside
+def test_new_batch_sizes_compile_nothing(gpu: StandIn) -> None:
+    """Another number of users may have tiles of the user's part of another width."""
+    weight, tiles = gpu.randn(433, 105), {}
+    for users, batch in ((15, 20), (1, 20), (4, 7), (8, 1), (9, 20), (10, 3), (64, 2)):
+        user, cand = gpu.randn(users, 65, 256), gpu.randn(batch, 40, 256)
+        index = make_index(gpu, users, batch)
+        user_part, _ = gpu.launches(lambda u=user, c=cand, i=index: compression_linear(u, c, weight, i))
+        assert len(_plan._compiled) == 2
+        tiles[users] = user_part.arguments[15:17]
+    # (tiles, strips)
+    assert tiles == {15: (105, 4), 1: (28, 1), 4: (112, 1), 8: (112, 2), 9: (126, 2), 10: (70, 4), 64: (448, 4)}
 
 
 def describe(descriptor: Any) -> tuple[Any, ...]:

@@ -17,7 +17,10 @@ from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout
 
 ROWS = 64
-USER_STEP, USER_STAGES = 64, 4
+USER_STEP, USER_STRIP = 64, 64
+USER_WEIGHTS, USER_STRIPS = 10, 16
+"""Buffers of the user's part, of ROWS x USER_STEP of the weight and of USER_STEP x USER_STRIP of `user`: 4 stages of
+tiles of 256 columns, 8 of 128, 10 of 64, which are 160 to 192 KB under way."""
 STEP = 32
 STAGES = {256: 6, 128: 8, 64: 12}
 """Of STEP x columns elements of `cand`, by columns: steps of narrow tiles take less time, and have as long to wait."""
@@ -131,6 +134,15 @@ def refusal(user: Tensor, cand: Tensor, num_m: int) -> str | None:
     return type_refusal(cand.dtype)
 
 
+def tile_strips(tiles: int, cols: int, most: int) -> int:
+    """Strips of USER_STRIP columns in a tile of the user's part, where there would be `tiles` of `cols` columns: as few
+    as keep the number of tiles at most `most`, the number of multiprocessors, or all of them.
+
+    A block loads alone what its tile needs: where tiles are few, more and narrower ones load at the same time.
+    """
+    return next(n for n in (1, 2, 4) if n * USER_STRIP >= cols or tiles * cols <= most * n * USER_STRIP)
+
+
 class UserPart:
     """`weight @ user[u] (+ bias)` in fragment order, for calls that differ in contents and addresses only.
 
@@ -145,24 +157,28 @@ class UserPart:
         _, features, size = user_UKD.shape
         num_m, cols = weight_MK.shape[0], columns(size)
         shape = part_shape(weight_MK, user_UKD)
-        self._part, tiles = Room(shape, torch.int32, user_UKD.device), shape[0]
+        self._part, most = Room(shape, torch.int32, user_UKD.device), multiprocessors(user_UKD.device)
+        strips = tile_strips(shape[0], cols, most)
+        tiles = shape[0] * cols // (strips * USER_STRIP)
         # M is specialized on as Triton does: whether it is 1 or divisible by 16.
         facts = (bias_M is None or bias_M.data_ptr() % 16 == 0, num_m == 1, num_m % 16 == 0)
-        key = (user_UKD.dtype, user_UKD.get_device(), cols, *facts)
+        key = (user_UKD.dtype, user_UKD.get_device(), *facts)
+        # None depends on the number of users: another one compiles nothing.
         constants = {
             "ROW_TILES": cdiv(num_m, ROWS),
+            "COLS": cols,
             "COL_TILES": cdiv(size, cols),
             "STEPS": cdiv(features, USER_STEP),
-            "STAGES": USER_STAGES,
+            "WEIGHT_BUFFERS": USER_WEIGHTS,
+            "USER_BUFFERS": USER_STRIPS,
             "HAS_BIAS": bias_M is not None,
         }
-        self._numbers = (num_m, tiles)
+        self._numbers = (num_m, tiles, strips)
         self._layouts = (
             TensorLayout.of(weight_MK, (ROWS, USER_STEP)),
-            TensorLayout.of(user_UKD, (1, USER_STEP, cols)),
+            TensorLayout.of(user_UKD, (1, USER_STEP, USER_STRIP)),
         )
-        blocks = min(multiprocessors(user_UKD.device), tiles)
-        self._launch = Launch(user_part_kernel, key, blocks, constants, num_warps=4)
+        self._launch = Launch(user_part_kernel, key, min(most, tiles), constants, num_warps=4)
 
     def __call__(self, weight: Tensor, user: Tensor, bias: Tensor | None) -> Tensor:
         part = self._part()

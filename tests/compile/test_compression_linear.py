@@ -169,10 +169,11 @@ def test_hopper_user_part(dtype: str, cols: int, has_bias: bool) -> None:
 
     signature = {
         "weight_desc": descriptor(dtype, [hopper.ROWS, hopper.USER_STEP]),
-        "user_desc": descriptor(dtype, [1, hopper.USER_STEP, cols]),
-        **{"bias_ptr": f"*{dtype}", "out_ptr": "*i32", "M": "i32", "tiles": "i32"},
+        "user_desc": descriptor(dtype, [1, hopper.USER_STEP, hopper.USER_STRIP]),
+        **{"bias_ptr": f"*{dtype}", "out_ptr": "*i32", "M": "i32", "tiles": "i32", "strips": "i32"},
     }
-    constants = {"ROW_TILES": 7, "COL_TILES": 1, "STEPS": 19, "STAGES": hopper.USER_STAGES, "HAS_BIAS": has_bias}
+    constants = {"ROW_TILES": 7, "COLS": cols, "COL_TILES": 1, "STEPS": 19, "HAS_BIAS": has_bias}
+    constants |= {"WEIGHT_BUFFERS": hopper.USER_WEIGHTS, "USER_BUFFERS": hopper.USER_STRIPS}
     compiled = compile_kernel(user_part_kernel, signature, constants, aligned=["out_ptr"], num_warps=4)
     assert_no_spills(compiled)
     assert_fits(compiled)
@@ -243,6 +244,20 @@ def test_hopper_sizes() -> None:
                 if row_tiles % 2:
                     ring = 0 if sizes.tail_resident == steps else stages
                     assert sizes.tail_resident + ring <= sizes.weight_buffers
+
+
+def test_hopper_user_tiles() -> None:
+    """As narrow as they can be with at most one for each multiprocessor, and of all columns where that cannot be."""
+    from ikbo_recsys.kernels import _compression_hopper as hopper
+
+    assert hopper.tile_strips(15 * 7, 256, 132) == 4  # 15 users, 433 outputs
+    assert hopper.tile_strips(15, 256, 132) == 1  # 40 outputs
+    for cols in (64, 128, 256):
+        for most in (1, 2, 7, 132):
+            for tiles in range(1, 10 * most):
+                strips = hopper.tile_strips(tiles, cols, most)
+                narrower = [n for n in (1, 2, 4) if n * 64 < cols and tiles * cols // (n * 64) <= most]
+                assert strips == min([*narrower, cols // 64]), (tiles, cols, most)
 
 
 def test_hopper_grid() -> None:

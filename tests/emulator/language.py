@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.emulator.scheduler import Barrier, NamedBarrier, Scheduler
-from tests.emulator.values import Descriptor, Eights, Pointer, Product, Shared, Value, number, raw
+from tests.emulator.values import Beside, Descriptor, Eights, Pointer, Product, Shared, Value, number, raw
 
 
 class Block:
@@ -364,6 +364,7 @@ _STAND_INS: Mapping[str, Any] = {
     "async_copy": async_copy,
     "fence_async_shared": fence_async_shared,
     "eights": Eights,
+    "beside": Beside,
     "tma_load": tma_load,
     "tma_store": tma_store,
     "warpgroup_mma": warpgroup_mma,

@@ -258,6 +258,24 @@ class Eights:
         return Shared(piece.memory.view(torch.int32), piece.dirty[:, ::2], None)
 
 
+class Beside:
+    """What `_compression_tiles.beside` gives: a wide block that is read, of blocks of 64 columns."""
+
+    def __init__(self, blocks: Shared, i: Any, count: Any) -> None:
+        assert blocks.shape[1] == 1
+        assert blocks.shape[3] == 64
+        assert blocks.dtype.itemsize == 2
+        swizzle = getattr(blocks.layout, "swizzle_byte_width", None)
+        assert swizzle == 128, f"a swizzle of {swizzle} bytes"
+        assert blocks.shape[0] % number(count) == 0
+        first = number(i) * number(count)
+        self._blocks = [blocks.index(first + j).reshape(blocks.shape[2:]) for j in range(number(count))]
+        self.shape = [blocks.shape[2], 64 * number(count)]
+
+    def read_by_hardware(self) -> Tensor:
+        return torch.cat([block.read_by_hardware() for block in self._blocks], 1)
+
+
 def _writer() -> int:
     from tests.emulator import language
 

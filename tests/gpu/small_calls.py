@@ -25,6 +25,8 @@ def main() -> None:
         with use_backend(path):
             for dtype in (torch.bfloat16, torch.float32) if path == "triton" else (torch.bfloat16,):
                 call_compression_linear(dtype)
+            if path == "gluon":
+                call_more_users()
             call_cross_attention()
     call_linear()
     torch.cuda.synchronize()
@@ -44,6 +46,14 @@ def call_compression_linear(dtype: torch.dtype) -> None:
         out = compression_linear(*leaves[:3], test_compression_linear.make_index(*sizes[:2], grouped), leaves[3])
         torch.autograd.grad(out, leaves, torch.randn_like(out))
         say(f"compression_linear {sizes} {dtype}")
+
+
+def call_more_users() -> None:
+    """Wider tiles of the user's part than few users have: half and whole ones on 132 multiprocessors."""
+    for sizes in ((8, 9, 433, 256, 100, 51), (15, 9, 433, 256, 100, 51)):
+        tensors = test_compression_linear.make(*sizes, torch.bfloat16)
+        compression_linear(*tensors, test_compression_linear.make_index(*sizes[:2]))
+        say(f"compression_linear {sizes}")
 
 
 def call_cross_attention() -> None:

@@ -307,6 +307,18 @@ def test_compiled_with_gradients(path: str) -> None:
                 assert error(mine.grad, true.grad) <= 2e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_number_of_users_changes_no_bit(dtype: torch.dtype) -> None:
+    """Though it chooses the width of the tiles of the user's part: on 132 multiprocessors 64, 64, 128, 256 columns."""
+    skip_unless("gluon", dtype)
+    user, cand, weight = make(15, 40, 433, 256, 1126, 97, dtype)
+    bias, index = torch.randn(433, device="cuda", dtype=dtype), torch.zeros(40, device="cuda", dtype=torch.int64)
+    with _backend.use_backend("gluon"), torch.no_grad():
+        results = [compression_linear(user[:users], cand, weight, index, bias) for users in (1, 4, 8, 15)]
+    assert error(results[0], expected_of(user, cand, weight, index, bias)) <= torch.finfo(dtype).eps
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
 @pytest.mark.parametrize("path", ["triton", "gluon"])
 def test_new_sizes_compile_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless(path, torch.float16)

@@ -4,7 +4,8 @@ Rounded tiles are int32, two neighbouring columns in one: 16-bit values that liv
 
 *Fragment order*, the order of the user's part in memory, is that in which a tile's accumulators lie in registers:
 (part, warp 4, block of 8 columns, row in 8, pair of columns 4, row half 2). It is stored and loaded 8 bytes at a time,
-without shared memory.
+without shared memory. A part is `part_columns` columns, so that a tile of fewer columns, but of whole parts, is one run
+of the memory of the tile that it is a piece of.
 
 A tile has ROWS = 64 rows and COLS columns.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from ikbo_recsys.kernels._gluon._compat import _reinterpret
 
 ROWS = gl.constexpr(64)
 
@@ -38,6 +41,15 @@ def fragment_layout(cols):
 @gluon.constexpr_function
 def accumulator_layout(cols):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cols, 16])
+
+
+@gluon.jit
+def beside(blocks, i, COUNT: gl.constexpr):
+    """The i-th COUNT of the blocks `[N, 1, K, 64]`, of 16-bit values that TMA swizzles by 128 bytes, as one block of
+    COUNT * 64 columns: it lies in memory as its blocks of 64 do, one after the other."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    shape: gl.constexpr = [blocks.shape[0] // COUNT, blocks.shape[2], COUNT * 64]
+    return _reinterpret(blocks, blocks.dtype, shape, layout).index(i)
 
 
 @gluon.jit
