@@ -190,12 +190,16 @@ ATTENTION = [
 @interpreted
 @pytest.mark.parametrize("layout", ["full", "lengths", "jagged"])
 @pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("sizes", ATTENTION)
-def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_attention(
+    sizes: tuple, is_wide: bool, grouped: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ikbo_recsys.kernels import _attention_hopper
     from tests.emulator import emulated
 
-    # Gradients by the Hopper kernels for any number of keys.
+    # Tiles of 128 rows, and gradients by the Hopper kernels, for any number of rows and keys; or tiles of 64.
+    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: is_wide)
     monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
     users, cands, seeds, rows, heads, size = sizes
     index = make_index(users, cands, grouped)
@@ -218,10 +222,11 @@ def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: 
         out, lse = kernels.cross_attention(*leaves[:3], index, return_lse=True, **options)
         grads = torch.autograd.grad((out, lse) if grouped else out, leaves, (grad, grad_lse) if grouped else grad)
         found = [out.detach(), *grads]
-    # Without adjacent rows the gradients are the portable kernels'.
-    adjacent = grouped or seeds % 64 == 0
+    # Without adjacent rows the gradients are the portable kernels', and with few.
+    is_adjacent = grouped or seeds % 64 == 0
+    on_hopper = ["attention_backward_key_value", "attention_backward_query"] if is_wide and is_adjacent else []
     assert ran[0] == "attention_forward"
-    assert sorted(ran[1:]) == (["attention_backward_key_value", "attention_backward_query"] if adjacent else [])
+    assert sorted(ran[1:]) == on_hopper
 
     exact = [x.double().requires_grad_() for x in (query, *history.unbind(2))]
     twin = twins.cross_attention(*exact, index.to_user, lengths)
@@ -238,10 +243,15 @@ def test_cross_attention(sizes: tuple, grouped: bool, layout: str, monkeypatch: 
 
 @interpreted
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_cross_attention_largest_weights_are_not_rounded(head_size: int) -> None:
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_cross_attention_largest_weights_are_not_rounded(
+    head_size: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are 1, wherever in the history they are: a result that is one of them has but its own rounding."""
+    from ikbo_recsys.kernels import _attention_hopper
     from tests.emulator import emulated
 
+    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: is_wide)
     query = torch.zeros(2, 64, 1, head_size, dtype=FP16)
     key, value = (torch.zeros(1, 256, 1, head_size, dtype=FP16) for _ in range(2))
     query[..., 0] = 1 + torch.rand(2, 64, 1)
@@ -261,6 +271,7 @@ def test_cross_attention_saved_tensors_come_back_unaligned(monkeypatch: pytest.M
     from ikbo_recsys.kernels import _attention_hopper
     from tests.emulator import emulated
 
+    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
     monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
 
     def unaligned(x: torch.Tensor) -> torch.Tensor:

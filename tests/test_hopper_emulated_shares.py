@@ -54,6 +54,7 @@ class Call:
         _plan.forget()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_attention_hopper, "shares", lambda problem, padded: shares)
+            patch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
             with emulated(seed, EAGER[seed % 3], processors, backwards) as ran, kernels.use_backend("gluon"):
                 found = kernels.cross_attention(
                     self.query, self.key, self.value, self.index, return_lse=True, **self.options

@@ -45,15 +45,14 @@ class Forward:
         # Without adjacent rows the queries are read through their pointers, and their descriptors are not looked at.
         self._is_gathered = not adjacent
         rows = [rows_layout(x, padded) for x in (query, user_query)] if adjacent else outs
-        history = [
-            history_layout(x, problem.layout, FORWARD_TILES[padded].keys, padded) for x in (problem.key, problem.value)
-        ]
+        tile = FORWARD_TILES[padded]
+        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
         self._layouts = (*rows, *history, *outs)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1], user_query.shape[1]),
             *(stride // 8 for stride in (*query.stride()[:3], *user_query.stride()[:3])),
         )
-        self._launch = forward_launch(attention_forward_both, problem, padded, adjacent, store_lse)
+        self._launch = forward_launch(attention_forward_both, problem, tile, padded, adjacent, store_lse)
 
     def __call__(self, problem: Problem) -> tuple[Pair, Pair]:
         """Outputs and log-sum-exps, the latter without elements unless asked for."""

@@ -16,11 +16,13 @@ from torch import Tensor
 from ikbo_recsys.kernels import _attention_shares, _tuning
 from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, new_delta, row_slots
 from ikbo_recsys.kernels._attention_shares import (
+    FEWEST_WIDE_ROWS,
     LAST_ROUND,
     LEAST_MEASURED,
     TILE_ROWS,
     WHOLE,
     Merge,
+    has_wide_tiles,
     new_flags,
     slots,
     state,
@@ -30,27 +32,38 @@ from ikbo_recsys.kernels._launch import TMA_ALIGNMENT, Room, cdiv, device_guard,
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import TensorLayout, launch
 
-FEWEST_USER_ROWS = 512
-"""Query rows per user below which 128-row tiles are too few, and the portable kernel with its smaller ones wins."""
-
 LOG2_E = 1.4426950408889634
 BOX_ROWS = 64
 BLOCK_KEYS = 128
 _FEWEST_BLOCKS = 96
-_TABLE_BLOCK, _TABLE_STEP = 64, 16
+SHARED_REGISTERS = 128
+"""Of a thread, before consumers take some of the producer's, where two thread blocks share a multiprocessor."""
+_TABLE_BLOCK, _TABLE_STEP = 16, 16
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Keys of a block, stages of each ring, registers of a consumer's and of the producer's threads.
+    """Keys of a block, stages of each ring, registers of a consumer's and of the producer's threads, consumers.
 
-    For dq the stages are those of the keys, which are kept longer than the values: these have two less.
+    For dq the stages are those of the keys, which are kept longer than the values: these have two less. With one
+    consumer two thread blocks share a multiprocessor.
     """
 
     keys: int
     stages: int
     consumer_registers: int
     producer_registers: int
+    consumers: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Of a tile of a forward kernel."""
+        return self.consumers * BOX_ROWS
+
+    @property
+    def blocks(self) -> int:
+        """On a multiprocessor at once."""
+        return 2 // self.consumers
 
     def registers(self) -> dict[str, int]:
         return {"CONSUMER_REGISTERS": self.consumer_registers, "PRODUCER_REGISTERS": self.producer_registers}
@@ -58,6 +71,7 @@ class HopperTile:
 
 # By padded head size.
 FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
+NARROW_TILES = {64: HopperTile(128, 2, 216, 40, consumers=1), 128: HopperTile(64, 2, 216, 40, consumers=1)}
 BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 6, 232, 40), 128: HopperTile(BOX_ROWS, 4, 232, 40)}
 BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 
@@ -71,10 +85,15 @@ def type_refusal(dtype: torch.dtype, head_size: int) -> str | None:
     return None
 
 
-def has_enough_rows(query: Tensor, user_query: Tensor | None, num_users: int) -> bool:
-    """Whether users have query rows enough, on average, for these kernels to be the faster ones."""
+def is_faster(query: Tensor, key: Tensor, num_users: int, is_jagged: bool, user_query: Tensor | None) -> bool:
+    """Whether these kernels are faster than the portable ones: where there are rows enough for tiles of 128, or, unless
+    users have rows of their own, more keys than a block. (With fewer they are faster, too, but for the table of tiles,
+    which the portable kernel does without.)"""
     own = 0 if user_query is None else user_query.shape[1]
-    return query.shape[0] * query.shape[1] + own * num_users >= FEWEST_USER_ROWS * num_users
+    if query.shape[0] * query.shape[1] + own * num_users >= FEWEST_WIDE_ROWS * num_users:
+        return True
+    keys = key.shape[0] if is_jagged else key.shape[1] * num_users
+    return user_query is None and keys > BLOCK_KEYS * num_users
 
 
 def refusal(
@@ -146,16 +165,17 @@ def tile_table(problem: Problem, rows: int = TILE_ROWS, chained: bool = False) -
     return table
 
 
-def shared_table(problem: Problem) -> Tensor:
+def shared_table(problem: Problem, rows: int = TILE_ROWS) -> Tensor:
     """`tile_table`, made once for the layers and passes that share an index, if it may be kept with it."""
     kv, own = problem.kv, problem.user_query
     if not problem.keeps_table or (kv is not None and kv.is_inference()):
-        return tile_table(problem, chained=True)
+        return tile_table(problem, rows, chained=True)
     contents = None if kv is None else (id(kv), kv._version, kv.data_ptr())
-    kept = (problem.layout, problem.query.shape[1], None if own is None else own.shape[1], problem.capacity, contents)
+    own_rows = None if own is None else own.shape[1]
+    kept = (rows, problem.layout, problem.query.shape[1], own_rows, problem.capacity, contents)
     # `kv` is kept with the table, so that no other tensor can come to have its id.
     owned = None if kv is problem.offsets else kv
-    return index_cache(problem.offsets, kept, lambda: (tile_table(problem, chained=True), owned))[0]
+    return index_cache(problem.offsets, kept, lambda: (tile_table(problem, rows, chained=True), owned))[0]
 
 
 def adjacent_rows(problem: Problem) -> bool:
@@ -163,20 +183,27 @@ def adjacent_rows(problem: Problem) -> bool:
     return problem.permutation is None or problem.query.shape[1] % BOX_ROWS == 0
 
 
-def forward_blocks(problem: Problem, parts: int = 1) -> int:
+def forward_tile(problem: Problem, padded: int, way: int) -> HopperTile:
+    """Of the forward kernel where blocks share tiles in a way: only those of 128 rows are shared."""
+    is_narrow = way == WHOLE and not has_wide_tiles(problem)
+    return (NARROW_TILES if is_narrow else FORWARD_TILES)[padded]
+
+
+def forward_blocks(problem: Problem, tile: HopperTile, parts: int = 1) -> int:
     """Thread blocks of a forward kernel whose items are cut into parts."""
-    return min(multiprocessors(problem.query.device), row_slots(problem, TILE_ROWS) * problem.query.shape[2] * parts)
+    items = row_slots(problem, tile.rows) * problem.query.shape[2]
+    return min(multiprocessors(problem.query.device) * tile.blocks, items * parts)
 
 
 def forward_launch(
-    kernel: Any, problem: Problem, padded: int, adjacent: bool, store_lse: bool, shares: int = WHOLE
+    kernel: Any, problem: Problem, tile: HopperTile, padded: int, adjacent: bool, store_lse: bool, **form: Any
 ) -> Launch:
-    """Of one of the forward kernels; `adjacent` says whether query rows come by TMA."""
-    tile = FORWARD_TILES[padded]
+    """Of one of the forward kernels; `adjacent` says whether query rows come by TMA, `form` what else it is made
+    for."""
     return Launch(
         kernel,
         problem.index_key(),
-        forward_blocks(problem, max(shares, 1)),
+        forward_blocks(problem, tile, max(form.get("SHARES", WHOLE), 1)),
         {
             "KEYS": tile.keys,
             "D": padded,
@@ -186,11 +213,12 @@ def forward_launch(
             "GATHER": not adjacent,
             "PERMUTED": problem.permutation is not None,
             "STORE_LSE": store_lse,
-            **({} if shares == WHOLE else {"SHARES": shares}),
+            **form,
             **tile.registers(),
         },
         num_warps=4,
         launch_pdl=True,
+        **({} if tile.blocks == 1 else {"maxnreg": SHARED_REGISTERS}),
     )
 
 
@@ -228,17 +256,19 @@ class Forward:
         # Without adjacent rows the query is read through its pointer, and its descriptor is not looked at.
         self._is_gathered = not adjacent
         rows = rows_layout(query, padded) if adjacent else out
-        history = [
-            history_layout(x, problem.layout, FORWARD_TILES[padded].keys, padded) for x in (problem.key, problem.value)
-        ]
+        way = shares(problem, padded) if way is None else way
+        self._tile = tile = forward_tile(problem, padded, way)
+        history = [history_layout(x, problem.layout, tile.keys, padded) for x in (problem.key, problem.value)]
         self._layouts = (rows, *history, out)
         self._numbers = (
             *(problem.scale * LOG2_E, heads, problem.group, query.shape[1]),
             *(stride // 8 for stride in problem.query_strides()),
         )
-        self._padded, self._shares = padded, shares(problem, padded) if way is None else way
-        kernel = attention_forward if self._shares == WHOLE else attention_forward_shared
-        self._launch = forward_launch(kernel, problem, padded, adjacent, store_lse, self._shares)
+        self._padded, self._shares = padded, way
+        kernel, form = attention_forward_shared, {"SHARES": way}
+        if way == WHOLE:
+            kernel, form = attention_forward, {"CONSUMERS": tile.consumers}
+        self._launch = forward_launch(kernel, problem, tile, padded, adjacent, store_lse, **form)
         self._merge = Merge(problem, padded, self._shares, store_lse) if self._shares > LAST_ROUND else None
 
     def __call__(self, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -251,9 +281,9 @@ class Forward:
             room: tuple[Tensor, ...] = ()
             if self._shares == LAST_ROUND:
                 # Before the table, behind which the kernel may start early.
-                blocks = forward_blocks(problem)
+                blocks = forward_blocks(problem, self._tile)
                 room = (state(blocks, self._padded, query.device), new_flags(blocks, query.device))
-            table = shared_table(problem)
+            table = shared_table(problem, self._tile.rows)
             if self._merge is not None:
                 # Nobody looks at flags.
                 room = (state(slots(problem) * self._shares, self._padded, query.device), table)
@@ -268,7 +298,9 @@ class Forward:
 
 
 def backward_refusal(problem: Problem, out: Tensor, grad: Tensor) -> str | None:
-    """Why the backward kernels cannot take the call, or None, beyond what `refusal` says."""
+    """Why the backward kernels cannot take the call, or are slower, or None, beyond what `refusal` says."""
+    if not has_wide_tiles(problem):
+        return f"users have fewer than {FEWEST_WIDE_ROWS} query rows"
     if not is_saved_ready(problem, out):
         return "a saved tensor came back unaligned"
     if not adjacent_rows(problem) or flat_query_strides(problem.query) is None:

@@ -45,9 +45,9 @@ def _path_at_hand(problem: Problem) -> str:
     query, user_query = problem.query, problem.user_query
     if query.numel() == 0 or problem.num_users == 0 or (user_query is not None and user_query.numel() == 0):
         return "triton"
-    if not hopper.has_enough_rows(query, user_query, problem.num_users):
-        return "triton"
     is_jagged = problem.layout == JAGGED
+    if not hopper.is_faster(query, problem.key, problem.num_users, is_jagged, user_query):
+        return "triton"
     why = hopper.refusal(query, problem.key, problem.value, is_jagged, problem.scale, user_query)
     return "gluon" if why is None else "triton"
 

@@ -35,9 +35,8 @@ def choose(
     gluon_why = portable_why or _backend.hopper_refusal(query.device)
     gluon_why = gluon_why or hopper.refusal(query, key, value, kv_offsets is not None, scale, user_query)
     order = [("triton", "portable kernels"), ("torch", "plain torch")]
-    fewest = hopper.FEWEST_USER_ROWS
-    if hopper.has_enough_rows(query, user_query, num_users):
-        order.insert(0, ("gluon", f"Hopper kernels measure faster from {fewest} query rows per user on"))
+    if hopper.is_faster(query, key, num_users, kv_offsets is not None, user_query):
+        order.insert(0, ("gluon", "Hopper kernels measure faster"))
     return _backend.choose({"torch": None, "triton": portable_why, "gluon": gluon_why}, order)
 
 

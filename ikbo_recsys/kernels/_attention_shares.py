@@ -21,6 +21,9 @@ from ikbo_recsys.kernels._launch import cdiv
 from ikbo_recsys.kernels._plan import Launch
 
 TILE_ROWS, BLOCK_KEYS = 128, 128
+FEWEST_WIDE_ROWS = 512
+"""Query rows per user, on average, from which tiles of 128 rows are the faster ones, and the backward kernels that have
+them. Below, tiles of 64 rows are, unless they are so few that wide ones in parts are."""
 WHOLE, LAST_ROUND = 0, 1
 """Values of SHARES; greater ones are numbers of parts."""
 
@@ -42,6 +45,11 @@ _MOST_PIECES = 4
 MOST_PARTS = 32
 _FILLED = 128
 MERGED_ROWS = 8
+
+
+def has_wide_tiles(problem: Problem) -> bool:
+    """Whether users have query rows enough for tiles of 128."""
+    return problem.user_rows >= FEWEST_WIDE_ROWS
 
 
 def items(problem: Problem) -> int:
@@ -85,6 +93,8 @@ def predicted(problem: Problem, padded: int) -> tuple[int, float, float]:
     cut = parts(num_items, blocks)
     if cut > 1:
         return cut, (blocks - cdiv(blocks, cut)) * _BLOCK_MICROSECONDS[padded], _LEAST_SAVED["parts"]
+    if not has_wide_tiles(problem):
+        return WHOLE, 0.0, 0.0
     saved = saved_by_last_round(num_items, blocks, padded, multiprocessors(problem.query.device))
     return LAST_ROUND, saved, _LEAST_SAVED["last round"]
 

@@ -38,13 +38,15 @@ def _signature(kernel: Any, dtype: str, constexprs: dict[str, Any], index: str =
 
 
 def _forward(head_size: int, dtype: str = "bf16", both: bool = False, **how: Any) -> Compiled:
-    from ikbo_recsys.kernels._attention_hopper import FORWARD_TILES
+    from ikbo_recsys.kernels._attention_hopper import FORWARD_TILES, NARROW_TILES, SHARED_REGISTERS
     from ikbo_recsys.kernels._gluon import cross_attention as module
 
     kernel = module.attention_forward_both if both else module.attention_forward
     if "SHARES" in how:
         kernel = module.attention_forward_shared
-    tile = FORWARD_TILES[head_size]
+    tile = (NARROW_TILES if how.get("CONSUMERS") == 1 else FORWARD_TILES)[head_size]
+    if kernel is module.attention_forward:
+        how["CONSUMERS"] = tile.consumers
     constexprs = {
         **{"KEYS": tile.keys, "D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "JAGGED": False},
         **{"GATHER": False, "PERMUTED": False, "STORE_LSE": False},
@@ -54,7 +56,8 @@ def _forward(head_size: int, dtype: str = "bf16", both: bool = False, **how: Any
     rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, tile.keys, 1, head_size])
     signature = _signature(kernel, dtype, constexprs) | _descriptors(kernel, rows, keys)
     aligned = [name for name in signature if name.endswith("_ptr") and name != "permutation_ptr"]
-    return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4)
+    options = {} if tile.blocks == 1 else {"maxnreg": SHARED_REGISTERS}
+    return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4, **options)
 
 
 def _descriptors(kernel: Any, rows: str, keys: str) -> dict[str, str]:
@@ -108,6 +111,17 @@ def test_hopper_forward(head_size: int, both: bool, how: dict[str, Any]) -> None
     assert_wgmma_pipelined(compiled)
     # The producer may keep a few words in local memory. A consumer that did would do so at every block of keys.
     assert compiled.resources["STACK"] <= 64, compiled.resources
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("how", [{"JAGGED": True}, {"GATHER": True, "PERMUTED": True, "STORE_LSE": True}])
+def test_hopper_forward_of_few_rows(head_size: int, how: dict[str, Any]) -> None:
+    """Two thread blocks share a multiprocessor: its registers, and its shared memory but for 1 KB of each."""
+    compiled = _forward(head_size, CONSUMERS=1, **how)
+    assert_wgmma_pipelined(compiled)
+    assert compiled.resources["STACK"] == 0, compiled.resources
+    assert 2 * 256 * compiled.resources["REG"] <= 65536, compiled.resources
+    assert 2 * (compiled.kernel.metadata.shared + 1024) <= 228 << 10
 
 
 @pytest.mark.parametrize("how", [{"JAGGED": True}, {"GATHER": True, "PERMUTED": True}, {"HEAD_SIZE": 104}])

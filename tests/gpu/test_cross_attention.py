@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -9,20 +10,31 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex, kernels
-from ikbo_recsys.kernels import _backend
+from ikbo_recsys.kernels import _attention_hopper, _backend, _plan
 from tests import twins
 from tests.cases import relative_error
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-PATHS = ["triton", "gluon"]
 
 
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "gluon" and _backend.hopper_refusal(torch.device("cuda", 0)) is not None:
-        pytest.skip(str(_backend.hopper_refusal(torch.device("cuda", 0))))
-    with _backend.use_backend(request.param):
-        yield request.param
+@contextlib.contextmanager
+def backend_of(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """"triton", or "gluon" with tiles of 128 rows for any number of them, or "gluon, tiles of 64 rows"."""
+    backend = path.split(",")[0]
+    if backend == "gluon":
+        if _backend.hopper_refusal(torch.device("cuda", 0)) is not None:
+            pytest.skip(str(_backend.hopper_refusal(torch.device("cuda", 0))))
+        monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: path == backend)
+    _plan.forget()
+    with _backend.use_backend(backend):
+        yield backend
+    _plan.forget()
+
+
+@pytest.fixture(params=["triton", "gluon", "gluon, tiles of 64 rows"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with backend_of(request.param, monkeypatch) as backend:
+        yield backend
 
 
 class Call:
@@ -291,8 +303,12 @@ def test_compiled_with_another_batch_size(path: str) -> None:
 
             return _with_gradients(on, (call.query, call.key, call.value), call.grad)
 
-        for got, expected in zip(run(compiled), run(function), strict=True):
-            assert relative_error(got, expected.double()) < 1e-3
+        def exactly(q: Tensor, k: Tensor, v: Tensor, call: Call = call) -> Tensor:
+            return _twin(q, k, v, call.index.to_user, call.lengths, None).relu()
+
+        operands = [x.double() for x in (call.query, *call.padded)]
+        for got, expected in zip(run(compiled), _with_gradients(exactly, operands, call.grad.double()), strict=True):
+            assert relative_error(got, expected) < 2e-3
 
 
 def test_export_takes_the_portable_path() -> None:
@@ -382,8 +398,7 @@ def test_saved_tensors_that_were_on_the_cpu(path: str) -> None:
 
 def test_which_path_and_why() -> None:
     call = Call(3, 96, 64, 300, (2, 2), 128)
-    choice = kernels._backend.explain(kernels.cross_attention, call.query, call.key, call.value, call.index)
     expected = "triton" if _backend.hopper_refusal(torch.device("cuda", 0)) else "gluon"
-    assert choice.path == expected, str(choice)
-    few = kernels._backend.explain(kernels.cross_attention, call.query[:, :1], call.key, call.value, call.index)
-    assert few.path == "triton", str(few)
+    for query in (call.query, call.query[:, :1]):
+        choice = kernels._backend.explain(kernels.cross_attention, query, call.key, call.value, call.index)
+        assert choice.path == expected, str(choice)

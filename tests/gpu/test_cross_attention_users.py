@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from ikbo_recsys import CandidateIndex, kernels
 from ikbo_recsys.kernels import _backend
 from tests import twins
 from tests.cases import relative_error
-from tests.gpu.test_cross_attention import BF16, FP16, FP32, Call, path
+from tests.gpu.test_cross_attention import BF16, FP16, FP32, Call, backend_of
 
-__all__ = ["path"]
+
+@pytest.fixture(params=["triton", "gluon"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with backend_of(request.param, monkeypatch) as backend:
+        yield backend
 
 
 class BothCall(Call):

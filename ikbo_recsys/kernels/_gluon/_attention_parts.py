@@ -206,7 +206,8 @@ def ask_places(
     stride_uqs, stride_uqh,
     PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """Where the 128 query rows of a tile lie, in units of 8 elements as the strides are; -1 from `end` on.
+    """Where the query rows of a tile lie, 64 for each consumer, in units of 8 elements as the strides are; -1 from
+    `end` on.
 
     What is known at once goes into `places`. Permuted candidates are looked up: `add_candidates` is who waits for them.
     """
@@ -217,16 +218,15 @@ def ask_places(
         stride_qb = gl.where(is_candidate, stride_qb, stride_uqb)
         stride_qs = gl.where(is_candidate, stride_qs, stride_uqs)
         stride_qh = gl.where(is_candidate, stride_qh, stride_uqh)
-    return (
-        _ask_places(
-            places.index(0), row, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_qb, stride_qs,
-            stride_qh, PERMUTED,
-        ),
-        _ask_places(
-            places.index(1), row + 64, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_qb, stride_qs,
-            stride_qh, PERMUTED,
-        ),
-    )  # fmt: skip
+    CONSUMERS: gl.constexpr = places.shape[0]
+    asked = ()
+    for i in gl.static_range(CONSUMERS):
+        cand = _ask_places(
+            places.index(i), row + i * 64, end, head, is_candidate, permutation_ptr, uq_ptr, seeds, stride_qb,
+            stride_qs, stride_qh, PERMUTED,
+        )  # fmt: skip
+        asked = asked + (cand,)  # type: ignore[assignment]
+    return asked
 
 
 @gluon.jit
@@ -253,7 +253,8 @@ def _ask_places(
 @gluon.jit
 def add_candidates(places, asked, stride_qb):
     """Complete `places` with the candidates that `ask_places` gave, 0 where nothing is to be added."""
-    for i in gl.static_range(2):
+    CONSUMERS: gl.constexpr = places.shape[0]
+    for i in gl.static_range(CONSUMERS):
         place = places.index(i).load(gl.BlockedLayout([2], [32], [1], [0]))
         places.index(i).store(place + asked[i] * stride_qb)
 

@@ -66,7 +66,7 @@ def producer(
     places, begins, flags_ptr, table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds,
     stride_qb, stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
-    GATHER: gl.constexpr, PERMUTED: gl.constexpr, SHARES: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, SHARES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     ks = 0
     kp = 0
@@ -97,7 +97,7 @@ def producer(
             )  # fmt: skip
             if PERMUTED:
                 add_candidates(places, asked, stride_qb)
-            for i in range(2):
+            for i in range(CONSUMERS):
                 gather_rows(q_ptr, uq_ptr, row, places.index(i), q_bufs.index(i), D, HEAD_SIZE)
     for turn in range(first_turn, end_turn, turn_step(SHARES)):
         item, low, high, unit = turn_of(turn, plan, SHARES)
@@ -112,16 +112,16 @@ def producer(
         kv_head = head // group
         begin, stop, blocks, _ = blocks_of(keys, low, high, unit, KEYS, SHARES)
         if SHARES == 1:
-            for i in gl.static_range(2):
-                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
+            for i in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(qs * CONSUMERS + i), qp ^ 1)
             begin = announce(flags_ptr, begins.index(qs), begin)
         if not GATHER:
-            for i in gl.static_range(2):
-                mbarrier.wait(q_empty.index(qs * 2 + i), qp ^ 1)
-                mbarrier.expect(q_full.index(qs * 2 + i), 64 * D * 2)
+            for i in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(qs * CONSUMERS + i), qp ^ 1)
+                mbarrier.expect(q_full.index(qs * CONSUMERS + i), 64 * D * 2)
                 load_rows(
                     q_desc, None, uq_desc, None, permutation_ptr, row, i * 64, end, head, seeds,
-                    q_full.index(qs * 2 + i), q_bufs.index(qs * 2 + i), None,
+                    q_full.index(qs * CONSUMERS + i), q_bufs.index(qs * CONSUMERS + i), None,
                     PERMUTED,
                 )  # fmt: skip
             qs, qp = advance(qs, qp, 2)
@@ -138,8 +138,8 @@ def producer(
             # These rows were asked for during the item before: they are here by now.
             async_copy.wait_group(0)
             fence_async_shared()
-            for i in gl.static_range(2):
-                mbarrier.arrive(q_full.index(qs * 2 + i), count=1)
+            for i in gl.static_range(CONSUMERS):
+                mbarrier.arrive(q_full.index(qs * CONSUMERS + i), count=1)
             qs, qp = advance(qs, qp, 2)
             asked = ask_places(
                 places, row, end, next_head, permutation_ptr, uq_ptr, seeds, user_seeds, stride_qb, stride_qs,
@@ -150,7 +150,7 @@ def producer(
         # item's rows becomes free: then 64 are asked for behind each block of keys, so that the rings never run dry. An
         # item with few blocks has steps without one.
         room_at = begin + STAGES - 1
-        for j in range(begin + 1, gl.maximum(stop, room_at + 2) if GATHER else stop):
+        for j in range(begin + 1, gl.maximum(stop, room_at + CONSUMERS) if GATHER else stop):
             if not GATHER or j < stop:
                 first = (blocks - 1 - j) * KEYS
                 _load_block(k_desc, k_full, k_empty, k_bufs, where, first, kv_head, ks, kp, KEYS, D, JAGGED)
@@ -162,13 +162,13 @@ def producer(
                 ks, kp = advance(ks, kp, STAGES)
                 vs, vp = advance(vs, vp, STAGES)
             if GATHER:  # noqa: SIM102, a compile-time and a run-time condition
-                if more & (j >= room_at) & (j < room_at + 2):
+                if more & (j >= room_at) & (j < room_at + CONSUMERS):
                     who = j - room_at
                     if PERMUTED:  # noqa: SIM102
                         if who == 0:
                             add_candidates(places, asked, stride_qb)
-                    mbarrier.wait(q_empty.index(qs * 2 + who), qp ^ 1)
-                    gather_rows(q_ptr, uq_ptr, row, places.index(who), q_bufs.index(qs * 2 + who), D, HEAD_SIZE)
+                    mbarrier.wait(q_empty.index(qs * CONSUMERS + who), qp ^ 1)
+                    gather_rows(q_ptr, uq_ptr, row, places.index(who), q_bufs.index(qs * CONSUMERS + who), D, HEAD_SIZE)
         where_v = where + 0
         head_v = kv_head + 0
         if SHARES > 0:

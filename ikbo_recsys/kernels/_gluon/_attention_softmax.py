@@ -80,21 +80,21 @@ def partial_sums(weights, KEYS: gl.constexpr):
 @gluon.jit
 def next_softmax(
     WHO: gl.constexpr, scores, row_max, row_sum, qk_scale, dtype: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
-    operand: gl.constexpr,
+    operand: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A later block's weights, the new maximum and sums, and by what the accumulator has to be multiplied.
 
     Small heads take turns at the exponentials: the products are short there, so consumers that took turns at those
-    would compute their exponentials at the same time, half as fast each.
+    would compute their exponentials at the same time, half as fast each. Without TURNS there is one consumer.
     """
     seen = row_maximum(scores, KEYS, D) * qk_scale
     new_max = gl.where(seen > row_max, seen, row_max)
-    if D == 64:
+    if TURNS and D == 64:
         turn_wait(WHO)
     factor = gl.exp2(row_max - new_max)
     weights = gl.exp2(scores * qk_scale - new_max[:, None])
     part = partial_sums(weights, KEYS)
-    if D == 64:
+    if TURNS and D == 64:
         part = turn_pass_behind(WHO, part)
     row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, part.type.layout))[:, None] + part
     return new_max, row_sum, factor, gl.convert_layout(weights.to(dtype), operand)
@@ -102,16 +102,17 @@ def next_softmax(
 
 @gluon.jit
 def issue(
-    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr
-):
+    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
     """Start the product with keys, and the one with values behind it; with large heads in this consumer's turn on the
-    tensor cores."""
-    if D > 64:
+    tensor cores, where TURNS are taken."""
+    if TURNS and D > 64:
         turn_wait(WHO)
     scores = warpgroup_mma(query, k_buf.reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_ready, v_phase)
     out = warpgroup_mma(weights, v_buf.reshape([KEYS, D]), out, is_async=True)
-    if D > 64:
+    if TURNS and D > 64:
         turn_pass(WHO)
     return scores, out
 

@@ -3,7 +3,8 @@
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
 A block holds a producer warp (`_attention_producer.py`) and two consumers of 64 rows. It walks the dense tile table of
-`_triton/schedule.py` (128 rows of one user per entry, H items per entry) with a fixed stride:
+`_triton/schedule.py` (128 rows of one user per entry, H items per entry) with a fixed stride. With one consumer, of
+tiles of 64 rows, two blocks share a multiprocessor: for users with few rows.
 - The producer streams the user's blocks of keys and values through two rings, from the last block to the first, so that
   only the first block a consumer sees needs a mask. Keys run one block ahead of values, across items.
 - The consumers take turns on the tensor cores (hardware barriers 8 and 9): while one multiplies, the other does its
@@ -45,7 +46,7 @@ def _consumer(
     v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr, flags_ptr,
     qk_scale, heads, seeds,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
-    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr,
+    PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = o_desc.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -87,7 +88,7 @@ def _consumer(
             next_item, low, high, unit = turn_of(gl.where(more, turn + step, turn), plan, SHARES)
             next_row, next_end, _w, next_keys = read_tile(table_ptr, next_item, heads)
             next_head = next_item % heads
-            query = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            query = q_bufs.index(qs * CONSUMERS + WHO).reshape([64, D])
             if SHARES != 1:
                 out = gl.zeros((64, D), gl.float32, layout=mmo)
             if SHARES == 0:
@@ -95,13 +96,14 @@ def _consumer(
             for j in range(begin + 1, stop):
                 mbarrier.wait(k_full.index(ks), kp)
                 scores_t, out_t = issue(
-                    WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
-                )
+                    WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D,
+                    CONSUMERS > 1,
+                )  # fmt: skip
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
                 ks, kp = advance(ks, kp, STAGES)
                 row_max, row_sum, factor, weights_n = next_softmax(
-                    WHO, scores, row_max, row_sum, qk_scale, dtype, KEYS, D, operand
+                    WHO, scores, row_max, row_sum, qk_scale, dtype, KEYS, D, operand, CONSUMERS > 1
                 )
                 # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
                 # softmax.
@@ -113,17 +115,18 @@ def _consumer(
                 out = rescale(out, of_out.broadcast_to((64, D)), D)
                 weights = weights_n
             # The item's last product with values beside the next item's first with keys.
-            mbarrier.arrive(q_empty.index(qs * 2 + WHO), count=1)
+            mbarrier.arrive(q_empty.index(qs * CONSUMERS + WHO), count=1)
             qs, qp = advance(qs, qp, 2)
-            mbarrier.wait(q_full.index(qs * 2 + WHO), qp, pred=more)
+            mbarrier.wait(q_full.index(qs * CONSUMERS + WHO), qp, pred=more)
             next_begin, next_stop, next_blocks, masked = blocks_of(next_keys, low, high, unit, KEYS, SHARES)
             if SHARES == 1:
                 next_begin = gl.where(more, announced(begins.index(qs)), 0)
-            following = q_bufs.index(qs * 2 + WHO).reshape([64, D])
+            following = q_bufs.index(qs * CONSUMERS + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
             scores_t, out_t = issue(
-                WHO, following, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D
-            )
+                WHO, following, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D,
+                CONSUMERS > 1,
+            )  # fmt: skip
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
             ks, kp = advance(ks, kp, STAGES)
@@ -192,72 +195,68 @@ def _attention(
     stride_uqb, stride_uqs, stride_uqh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
     GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, SHARES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The body of all forms."""
     dtype: gl.constexpr = k_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [4, 64, 1, D], q_desc.layout)
-    o_bufs = gl.allocate_shared_memory(dtype, [2, 64, 1, D], o_desc.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 64, 1, D], q_desc.layout)
+    o_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, 1, D], o_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, 1, D], v_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     landed = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    places = gl.allocate_shared_memory(gl.int32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    places = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     begins = places
     if SHARES == 1:
         begins = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mbarrier.init(landed, count=1)
-    for i in gl.static_range(4):
+    for i in gl.static_range(2 * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     # The kernel that writes the table may still be running.
     wait_for_primary_grid()
     items = gl.load(table_ptr) * heads
-    gl.warp_specialize(
-        [
-            (
-                _consumer,
-                (
-                    0, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr,
-                    flags_ptr, qk_scale, heads, seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    1, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr, state_ptr,
-                    flags_ptr, qk_scale, heads, seeds,
-                    KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES,
-                ),
-            ),
-            (
-                producer,
-                (
-                    q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, landed, places, begins, flags_ptr,
-                    table_ptr, items, q_ptr, uq_ptr, permutation_ptr, heads, group, seeds, user_seeds, stride_qb,
-                    stride_qs, stride_qh, stride_uqb, stride_uqs, stride_uqh,
-                    KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, SHARES,
-                ),
-            ),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    # fmt: off
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (0, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr,
+                         state_ptr, flags_ptr, qk_scale, heads, seeds,
+                         KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES, CONSUMERS)),
+            (producer, (q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, landed, places, begins, flags_ptr, table_ptr, items, q_ptr, uq_ptr,
+                        permutation_ptr, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
+                        stride_uqs, stride_uqh,
+                        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, SHARES, CONSUMERS)),
+        ], [1], [PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (_consumer, (0, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr,
+                         state_ptr, flags_ptr, qk_scale, heads, seeds,
+                         KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES, CONSUMERS)),
+            (_consumer, (1, o_desc, uo_desc, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, begins, table_ptr, items, out_ptr, uout_ptr, lse_ptr, ulse_ptr, permutation_ptr,
+                         state_ptr, flags_ptr, qk_scale, heads, seeds,
+                         KEYS, D, HEAD_SIZE, STAGES, GATHER, PERMUTED, STORE_LSE, SHARES, CONSUMERS)),
+            (producer, (q_desc, uq_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, landed, places, begins, flags_ptr, table_ptr, items, q_ptr, uq_ptr,
+                        permutation_ptr, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh, stride_uqb,
+                        stride_uqs, stride_uqh,
+                        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, SHARES, CONSUMERS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    # fmt: on
 
 
 SIZES = [
@@ -271,7 +270,7 @@ def attention_forward(
     q_desc, k_desc, v_desc, o_desc, q_ptr, out_ptr, lse_ptr, table_ptr, permutation_ptr, qk_scale, heads, group, seeds,
     stride_qb, stride_qs, stride_qh,
     KEYS: gl.constexpr, D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr,
-    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, PERMUTED: gl.constexpr, STORE_LSE: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`out = softmax(q k^T * scale) v` over the tiles of the table; out is contiguous `[N, H, D]`, lse `[N, H]`,
@@ -285,7 +284,8 @@ def attention_forward(
     _attention(
         q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, None, None, table_ptr,
         permutation_ptr, qk_scale, heads, group, seeds, None, stride_qb, stride_qs, stride_qh, None, None, None,
-        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, CONSUMERS, CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -306,7 +306,8 @@ def attention_forward_shared(
         q_desc, None, k_desc, v_desc, o_desc, None, q_ptr, None, out_ptr, None, lse_ptr, None, state_ptr, flags_ptr,
         table_ptr, permutation_ptr, qk_scale, heads, group, seeds, None, stride_qb, stride_qs, stride_qh, None, None,
         None,
-        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, SHARES, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, SHARES, 2, CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -328,5 +329,5 @@ def attention_forward_both(
         q_desc, uq_desc, k_desc, v_desc, o_desc, uo_desc, q_ptr, uq_ptr, out_ptr, uout_ptr, lse_ptr, ulse_ptr, None,
         None, table_ptr, permutation_ptr, qk_scale, heads, group, seeds, user_seeds, stride_qb, stride_qs, stride_qh,
         stride_uqb, stride_uqs, stride_uqh,
-        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        KEYS, D, HEAD_SIZE, STAGES, JAGGED, GATHER, PERMUTED, STORE_LSE, 0, 2, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

@@ -162,18 +162,21 @@ def _fill_table(
     start, end, first_key, keys, tiles = _users_block(
         offsets_ptr, kv_ptr, user, num_users, num_items, seeds, capacity, own_tiles, ROWS, KV_LAYOUT
     )
+    # Few of its own and many others: a round of loads takes longer than the comparisons.
+    OTHERS: tl.constexpr = 16 * BLOCK
     place = tl.zeros([BLOCK], tl.int32)
     total = 0
-    for first in range(0, num_users, BLOCK):
-        other = first + tl.arange(0, BLOCK)
+    for first in range(0, num_users, OTHERS):
+        other = first + tl.arange(0, OTHERS)
         _, _, _, other_keys, other_tiles = _users_block(
             offsets_ptr, kv_ptr, other, num_users, num_items, seeds, capacity, own_tiles, ROWS, KV_LAYOUT
         )
         longer = other_keys[None, :] > keys[:, None]
         before = longer | ((other_keys[None, :] == keys[:, None]) & (other[None, :] < user[:, None]))
         # Never beyond `limit`: what offsets that fall add up to may not fit in 32 bits.
-        place = tl.minimum(place + tl.sum(tl.where(before, other_tiles[None, :], 0), 1), limit)
-        total = tl.minimum(total + tl.sum(other_tiles, 0), limit)
+        other_tiles = other_tiles.to(tl.int64)
+        place = tl.minimum(place + tl.sum(tl.where(before, other_tiles[None, :], 0), 1), limit).to(tl.int32)
+        total = tl.minimum(total + tl.sum(other_tiles, 0), limit).to(tl.int32)
     if tl.program_id(0) == 0:
         tl.store(table_ptr, total)
     most = tl.minimum(tl.max(tiles, 0), limit)
@@ -215,8 +218,8 @@ def fill_tile_table(
     """Write the tiles of BLOCK users per program, and into the table's first entry how many tiles there are in all.
 
     A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller
-    number): each program sums those over all users, BLOCK x BLOCK comparisons at a time, so no program waits for
-    another. Offsets that fall make more tiles than there can be; `limit`, the size of the table, keeps them inside.
+    number): each program sums those over all users, BLOCK of its own and 16 times as many others at a time, so no
+    program waits for another. Offsets that fall make more tiles than there can be; `limit`, the size of the table, keeps them inside.
 
     With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
     """
