@@ -31,12 +31,18 @@ def test_in_a_process_of_its_own() -> None:
 def make_problem(
     users: int, cands: int, seeds: int, rows: int, heads: tuple[int, int], size: int, **how: object
 ) -> tuple:
-    """A `Problem`, and the fp64 operands, index and lengths of its twin. User 1 of several has no history."""
+    """A `Problem`, and the fp64 operands, index, lengths and valid rows of its twin. User 1 of several has no history.
+
+    Users have as many candidates as `counts` says, where it is given.
+    """
     from ikbo_recsys.kernels._attention_launch import Problem
     from ikbo_recsys.kernels._attention_plans import group
 
     dtype, layout, index_dtype = how["dtype"], how["layout"], how.get("index_dtype", torch.int64)
     to_user = torch.randint(0, users, (cands,), dtype=index_dtype)
+    if "counts" in how:
+        to_user = torch.arange(users, dtype=index_dtype).repeat_interleave(torch.tensor(how["counts"]))
+        to_user = to_user[torch.randperm(cands)]
     if not how["shuffled"]:
         to_user = to_user.sort()[0]
     offsets, permutation = group(to_user, users)

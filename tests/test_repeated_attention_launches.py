@@ -321,3 +321,33 @@ def test_what_inference_mode_made_is_not_kept_for_training(gpu: StandIn, grouped
         with torch.inference_mode():
             cross_attention(query, key, value, index)
         train(lambda q, k, v: cross_attention(q, k, v, index), gpu.randn(B, 16, 2, 64), query, key, value)()
+
+
+@inside
+def test_gradients_in_one_pass(gpu: StandIn) -> None:
+    """Where users have few query rows, with the gradients that are asked for, of the log-sum-exp, too, wherever that
+    lies."""
+    users, name = 64, "attention_backward_few"
+    query, key, value = (gpu.randn(*shape) for shape in ((B, 1, 2, 64), (users, T, 2, 64), (users, T, 2, 64)))
+    index, grad = make_index(gpu, users, B), gpu.randn(B, 1, 2, 64)
+    given = (query, key, value)
+    calls: dict[str, Call] = {"all": train(lambda q, k, v: cross_attention(q, k, v, index), grad, *given)}
+    shuffled = make_index(gpu, users, B, False)
+    calls["shuffled"] = train(lambda q, k, v: cross_attention(q, k, v, shuffled), grad, *given)
+    for wanted in (1, 2, 6):
+        leaves = [x.detach().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate(given)]
+        some = [x for x in leaves if x.requires_grad]
+        calls[f"gradients {wanted}"] = lambda leaves=leaves, some=some: torch.autograd.grad(
+            cross_attention(*leaves, index), some, grad
+        )
+    of_lse = gpu.randn(2 * B + 1, dtype=torch.float32)
+    for offset in (0, 1):
+        leaves = [x.detach().requires_grad_() for x in given]
+        grads = (grad, of_lse[offset : offset + 2 * B].view(B, 1, 2))
+        calls[f"log-sum-exp {offset}"] = lambda leaves=leaves, grads=grads: torch.autograd.grad(
+            cross_attention(*leaves, index, return_lse=True), leaves, grads
+        )
+    with use_backend("triton"):
+        found = check(gpu, calls)
+    assert all([launch.kernel for launch in launches] == ["attention_forward", name] for launches in found.values())
+    assert found["all"] != found["log-sum-exp 0"]

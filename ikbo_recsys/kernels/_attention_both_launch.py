@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ikbo_recsys.kernels._attention_backward_launch import gradient_rooms, gradient_strides, splits, summed
 from ikbo_recsys.kernels._attention_launch import (
     BACKWARD_32BIT,
     BACKWARD_KEY_VALUE_16BIT,
@@ -18,13 +19,9 @@ from ikbo_recsys.kernels._attention_launch import (
     FORWARD_16BIT,
     FORWARD_32BIT,
     Problem,
-    gradient_rooms,
-    gradient_strides,
     key_slots,
     new_delta,
     row_slots,
-    splits,
-    summed,
 )
 from ikbo_recsys.kernels._launch import device_guard
 from ikbo_recsys.kernels._plan import Launch

@@ -1,5 +1,7 @@
 """Launches of the target attention kernels: shapes to grids and tiles, outputs, workspaces. Tensors arrive checked.
 
+The backward launches are in `_attention_backward_launch.py`.
+
 Shape letters: U users, B candidates, S seeds, T history rows, L history rows of all users, H query heads, Hkv key
 heads, D head size.
 """
@@ -71,6 +73,14 @@ BACKWARD_KEY_VALUE_16BIT = (
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 64}),
     Row(AttentionTile(64, 128, 8, 2), {"head_size": 128}),
     Row(AttentionTile(32, 64, 8, 1)),
+)
+# All gradients in one pass; `user_rows` are the packed rows of a key head's group. Row tiles have room for twice the
+# average, where a tile of 64 has: a user with more rows is read twice.
+BACKWARD_FEW_16BIT = (
+    Row(AttentionTile(16, 64, 4, 2), {"user_rows": 8}),
+    Row(AttentionTile(32, 64, 4, 2), {"user_rows": 16}),
+    Row(AttentionTile(64, 64, 4, 2), {"head_size": 64}),
+    Row(AttentionTile(64, 64, 8, 2)),
 )
 BACKWARD_32BIT = (
     Row(AttentionTile(32, 32, 8, 1), {"head_size": 64}),
@@ -192,9 +202,11 @@ class Problem:
             **more,
         }
 
-    def tile(self, narrow: Any, wide: Any) -> AttentionTile:
+    def tile(self, narrow: Any, wide: Any, user_rows: int | None = None) -> AttentionTile:
+        """Of one of two tables, by the type of the tensors; for other rows per user than `self.user_rows`, if given."""
         table = wide if self.query.dtype is torch.float32 else narrow
-        tile = pick(table, head_size=int(self.query.shape[3]), user_rows=self.user_rows)
+        rows = self.user_rows if user_rows is None else user_rows
+        tile = pick(table, head_size=int(self.query.shape[3]), user_rows=rows)
         device = self.query.device
         return tile if device.type != "cuda" or has_large_shared_memory(device) else tile.halved()
 
@@ -245,104 +257,8 @@ def new_delta(lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     return grad_lse.clone(memory_format=torch.contiguous_format)
 
 
-class BackwardQuery:
-    """The launch for delta and dq, for problems and gradients that differ from these in their addresses only."""
-
-    def __init__(self, problem: Problem, grad: Tensor, need: bool, has_grad_lse: bool = False) -> None:
-        from ikbo_recsys.kernels._triton.cross_attention_backward_query import attention_backward_query
-
-        tile = problem.tile(BACKWARD_QUERY_16BIT, BACKWARD_32BIT)
-        query = problem.query
-        self._dq = Room(query.shape, query.dtype, query.device) if need else None
-        self._numbers = (*problem.sizes(), *gradient_strides(problem, grad))
-        self._launch = Launch(
-            attention_backward_query,
-            None,
-            row_slots(problem, tile.rows) * problem.query.shape[2],
-            problem.constants(SCALE=problem.scale, ROWS=tile.rows, KEYS=tile.keys, NEED_DQ=need, GRAD_LSE=has_grad_lse),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-
-    def __call__(
-        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """dq (None unless needed) and delta, `[B, S, H]`; the innermost stride of `grad` is 1."""
-        query = problem.query
-        delta = new_delta(lse, grad_lse)
-        with device_guard(query):
-            dq = None if self._dq is None else self._dq()
-            pointers = (query, problem.key, problem.value, out, grad, lse, delta, delta if dq is None else dq)
-            self._launch((*pointers, *problem.index_pointers(), *self._numbers))
-        return dq, delta
-
-
-class BackwardKeyValue:
-    """The launch for dk and dv, for problems and gradients that differ from these in their addresses only."""
-
-    def __init__(self, problem: Problem, grad: Tensor, need_dk: bool, need_dv: bool) -> None:
-        from ikbo_recsys.kernels._triton.cross_attention_backward import attention_backward_key_value
-
-        key = problem.key
-        tile = problem.tile(BACKWARD_KEY_VALUE_16BIT, BACKWARD_32BIT)
-        slots = key_slots(problem, tile.keys)
-        self._splits = splits(slots * key.shape[-2], problem.user_rows * problem.group, tile.rows)
-        self._rooms = gradient_rooms(key, self._splits, (need_dk, need_dv))
-        self._numbers = (*problem.sizes(), key.numel(), *gradient_strides(problem, grad))
-        self._launch = Launch(
-            attention_backward_key_value,
-            None,
-            slots * key.shape[-2] * self._splits,
-            problem.constants(
-                **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": self._splits},
-                **{"NEED_DK": need_dk, "NEED_DV": need_dv},
-            ),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-
-    def __call__(
-        self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """dk and dv, contiguous, None where not needed."""
-        key = problem.key
-        with device_guard(key):
-            dk, dv = (None if room is None else room() for room in self._rooms)
-            outputs = (delta if dk is None else dk, delta if dv is None else dv)
-            pointers = (problem.query, key, problem.value, grad, lse, delta, *outputs, *problem.index_pointers())
-            self._launch((*pointers, *self._numbers))
-        return summed(dk, self._splits, key.dtype), summed(dv, self._splits, key.dtype)
-
-
-def gradient_rooms(key: Tensor, splits: int, needs: tuple[bool, ...]) -> list[Room | None]:
-    """For the gradients of keys and of values that are needed; in fp32, one after the other, where there are splits."""
-    shape, dtype = (key.shape, key.dtype) if splits == 1 else ((splits, *key.shape), torch.float32)
-    room = Room(shape, dtype, key.device)
-    return [room if need else None for need in needs]
-
-
-def summed(parts: Tensor | None, splits: int, dtype: torch.dtype) -> Tensor | None:
-    """The sum of a gradient's splits."""
-    return parts if parts is None or splits == 1 else parts.sum(0).to(dtype)
-
-
 def key_slots(problem: Problem, keys: int) -> int:
     """How many blocks of `keys` history rows there can be, over all users."""
     if problem.layout == JAGGED:
         return problem.capacity // keys + problem.num_users
     return problem.num_users * cdiv(problem.capacity, keys)
-
-
-def gradient_strides(problem: Problem, grad: Tensor) -> tuple[int, ...]:
-    return *problem.query_strides(), *problem.history_strides(), *grad.stride()[:3]
-
-
-def splits(programs: int, rows: int, tile_rows: int) -> int:
-    """Into how many shares a user's rows are cut: 1 unless the keys alone leave most of a GPU idle.
-
-    From shapes only, so that the result does not depend on the device: below 128 programs, as many shares as bring it
-    to 256, each of at least 8 tiles.
-    """
-    if not isinstance(programs, int) or programs >= 128 or programs == 0:
-        return 1
-    return max(1, min(cdiv(256, programs), rows // (8 * tile_rows), 64))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
+from ikbo_recsys.kernels import _attention_backward_launch as portable_backward
 from ikbo_recsys.kernels import _attention_both_hopper as both_hopper
 from ikbo_recsys.kernels import _attention_both_launch as both_portable
 from ikbo_recsys.kernels import _attention_hopper as hopper
@@ -167,9 +168,13 @@ class Backward:
         self, problem: Problem, out: Any, grad: Any, needs: tuple[Any, bool, bool], path: str, has_grad_lse: bool
     ) -> None:
         is_both = problem.user_query is not None
-        on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable)
+        on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable_backward)
         need_dq, need_dk, need_dv = needs
         fits = path == "gluon" and on_hopper.backward_refusal(problem, out, grad) is None
+        self._few: Any = None
+        if not fits and portable_backward.few_refusal(problem) is None:
+            self._few = portable_backward.BackwardFew(problem, grad, needs, has_grad_lse)
+            return
         by_hopper = on_hopper.Backward(problem, grad, has_grad_lse) if fits else None
         # The Hopper kernel writes dq of both kinds of rows; the portable one as asked for, or delta alone.
         is_whole = all(need_dq) if is_both else need_dq
@@ -185,6 +190,8 @@ class Backward:
             self._key_value = anywhere.BackwardKeyValue(problem, grad, need_dk, need_dv)
 
     def __call__(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any) -> tuple[Any, Any, Any]:
+        if self._few is not None:
+            return self._few(problem, out, lse, grad, grad_lse)
         dq, delta = self._query(problem, out, lse, grad, grad_lse)
         dk, dv = (None, None) if self._key_value is None else self._key_value(problem, lse, delta, grad)
         return dq, dk, dv

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ikbo_recsys.kernels._triton.cross_attention import SIZES, load_tile, row_pointers
+from ikbo_recsys.kernels._triton.cross_attention_backward_query import delta_of_rows, load_lse2
 from ikbo_recsys.kernels._triton.schedule import clamped_offset, key_range, tile_of_slot
 
 
@@ -31,11 +32,56 @@ def key_block(kv_ptr, slot, num_users, capacity, KEYS: tl.constexpr, KV_LAYOUT: 
 
 
 @triton.jit
-def _store_rows(out_ptr, first_row, rows, acc, mask_rows, heads_size, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+def first_history_row(kv_ptr, user, capacity, KV_LAYOUT: tl.constexpr):
+    """Where a user's rows begin in contiguous gradients of keys and values, counted over all users."""
+    if KV_LAYOUT == 2:
+        return tl.zeros([], tl.int64) + clamped_offset(kv_ptr, user, capacity)
+    else:
+        return user.to(tl.int64) * capacity
+
+
+@triton.jit
+def store_history_rows(
+    out_ptr,
+    first_row,
+    keys,
+    acc,
+    counts,
+    rows_out,
+    heads_size,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the rows `keys` of a user, those before `rows_out`: zeros where they do not count."""
     column = tl.arange(0, BLOCK_D)
-    pointers = out_ptr + (first_row + rows.to(tl.int64)) * heads_size
-    inside = mask_rows[:, None] & (column < HEAD_SIZE)[None, :]
+    pointers = out_ptr + (first_row + keys.to(tl.int64)) * heads_size
+    inside = (keys < rows_out)[:, None] & (column < HEAD_SIZE)[None, :]
+    acc = tl.where(counts[:, None], acc, 0.0)
     tl.store(pointers[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def places_of_rows(permutation_ptr, row, valid, seeds, PERMUTED: tl.constexpr):
+    """`(candidate, seed)` of packed rows."""
+    cand = row // seeds
+    seed = row - cand * seeds
+    if PERMUTED:
+        cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+    return cand, seed
+
+
+@triton.jit
+def weights_of_keys(key, query, lse2, QK_SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """p of a block of keys and a tile of rows, transposed: `[KEYS, ROWS]`."""
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * QK_SCALE
+    return tl.exp2(scores - lse2[None, :])
+
+
+@triton.jit
+def grad_scores_of_keys(weights, value, grad, delta, PRECISION: tl.constexpr):
+    """ds of what `weights_of_keys` gives, `[KEYS, ROWS]` too."""
+    grad_weights = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    return weights * (grad_weights - delta[None, :])
 
 
 @triton.jit
@@ -45,6 +91,7 @@ def _accumulate(
     key,
     value,
     q_ptr,
+    out_ptr,
     grad_ptr,
     lse_ptr,
     delta_ptr,
@@ -67,9 +114,13 @@ def _accumulate(
     PERMUTED: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add a split's share of the packed rows `start:end` of one head to dk (without the scale) and dv."""
+    """Add a split's share of the packed rows `start:end` of one head to dk (without the scale) and dv.
+
+    `out_ptr` is None where delta is known, and `delta_ptr` points to it; see `key_value_gradient`.
+    """
     share = ((end - start + ROWS - 1) // ROWS + SPLITS - 1) // SPLITS * ROWS
     start += split * share
     last = tl.minimum(start + share, end)
@@ -78,25 +129,24 @@ def _accumulate(
     for row0 in range(start, last, ROWS):
         row = row0 + tl.arange(0, ROWS)
         valid = row < last
-        cand = row // seeds
-        seed = row - cand * seeds
-        if PERMUTED:
-            cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
+        cand, seed = places_of_rows(permutation_ptr, row, valid, seeds, PERMUTED)
         q_rows = row_pointers(q_ptr, cand, seed, stride_qb, stride_qs)
         g_rows = row_pointers(grad_ptr, cand, seed, stride_gb, stride_gs)
         lse_rows = row_pointers(lse_ptr, cand, seed, seeds * HEADS, HEADS)
         query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
         grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
-        lse2 = tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
-        scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * QK_SCALE
-        weights = tl.exp2(scores - lse2[None, :])
+        lse2 = load_lse2(lse_rows, valid)
+        weights = weights_of_keys(key, query, lse2, QK_SCALE, PRECISION)
         if NEED_DV:
             dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
         if NEED_DK:
             delta_rows = row_pointers(delta_ptr, cand, seed, seeds * HEADS, HEADS)
-            delta = tl.load(delta_rows, mask=valid, other=0.0)
-            grad_weights = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-            grad_scores = weights * (grad_weights - delta[None, :])
+            if out_ptr is None:
+                delta = tl.load(delta_rows, mask=valid, other=0.0)
+            else:
+                o_rows = row_pointers(out_ptr, cand, seed, seeds * HEADS * HEAD_SIZE, HEADS * HEAD_SIZE)
+                delta = delta_of_rows(grad, o_rows, delta_rows, valid, HEAD_SIZE, BLOCK_D, GRAD_LSE)
+            grad_scores = grad_scores_of_keys(weights, value, grad, delta, PRECISION)
             dk = tl.dot(grad_scores.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -161,22 +211,23 @@ def key_value_gradient(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     PRECISION: tl.constexpr,
+    out_ptr=None,
+    GRAD_LSE: tl.constexpr = False,
 ):
     """dk and dv of one block of keys and one key head, from a split's share of the rows that attend to it.
 
-    `user_seeds`, and what begins with u, is None where users have no rows of their own.
+    `user_seeds`, and what begins with u, is None where users have no rows of their own. With the output of the
+    candidates' rows in `out_ptr` their delta is computed here; what `delta_ptr` points to is then the gradient of the
+    log-sum-exp, read if GRAD_LSE says that there is one.
     """
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     keys = first + tl.arange(0, KEYS)
     counts = keys < num_keys
     user64 = user.to(tl.int64)
+    out_row = first_history_row(kv_ptr, user, capacity, KV_LAYOUT)
+    key_rows = tl.zeros([], tl.int64) + keys
     if KV_LAYOUT == 2:
-        first64 = tl.zeros([], tl.int64) + clamped_offset(kv_ptr, user, capacity)
-        out_row = first64
-    else:
-        first64 = tl.zeros([], tl.int64)
-        out_row = user64 * capacity
-    key_rows = first64 + keys
+        key_rows += out_row
     k_rows = k_ptr + user64 * stride_ku + key_head * stride_kh + key_rows * stride_kt
     v_rows = v_ptr + user64 * stride_vu + key_head * stride_vh + key_rows * stride_vt
     key = load_tile(k_rows, counts, HEAD_SIZE, BLOCK_D, True)
@@ -188,29 +239,29 @@ def key_value_gradient(
     end = clamped_offset(offsets_ptr, user + 1, num_cands) * seeds
     for member in range(GROUP):
         head = key_head * GROUP + member
+        out_of_head = None
+        if out_ptr is not None:
+            out_of_head = out_ptr + head * HEAD_SIZE
         dk, dv = _accumulate(
-            dk, dv, key, value, q_ptr + head * stride_qh, grad_ptr + head * stride_gh, lse_ptr + head,
+            dk, dv, key, value, q_ptr + head * stride_qh, out_of_head, grad_ptr + head * stride_gh, lse_ptr + head,
             delta_ptr + head, permutation_ptr, start, end, split, first < num_keys, seeds, stride_qb, stride_qs,
             stride_gb, stride_gs,
-            QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, PERMUTED, NEED_DK, NEED_DV, PRECISION,
+            QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, PERMUTED, NEED_DK, NEED_DV, GRAD_LSE, PRECISION,
         )  # fmt: skip
         if user_seeds is not None:
             dk, dv = _accumulate(
-                dk, dv, key, value, uq_ptr + head * stride_uqh, ugrad_ptr + head * stride_ugh, ulse_ptr + head,
+                dk, dv, key, value, uq_ptr + head * stride_uqh, None, ugrad_ptr + head * stride_ugh, ulse_ptr + head,
                 udelta_ptr + head, permutation_ptr, user * user_seeds, (user + 1) * user_seeds, split,
                 first < num_keys, user_seeds, stride_uqb, stride_uqs, stride_ugb, stride_ugs,
-                QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, False, NEED_DK, NEED_DV, PRECISION,
+                QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, False, NEED_DK, NEED_DV, False, PRECISION,
             )  # fmt: skip
 
-    written = keys < rows_out
     heads_size = KEY_HEADS * HEAD_SIZE
     base = split.to(tl.int64) * split_stride + key_head * HEAD_SIZE
     if NEED_DK:
-        dk = tl.where(counts[:, None], dk * SCALE, 0.0)
-        _store_rows(dk_ptr + base, out_row, keys, dk, written, heads_size, HEAD_SIZE, BLOCK_D)
+        store_history_rows(dk_ptr + base, out_row, keys, dk * SCALE, counts, rows_out, heads_size, HEAD_SIZE, BLOCK_D)
     if NEED_DV:
-        dv = tl.where(counts[:, None], dv, 0.0)
-        _store_rows(dv_ptr + base, out_row, keys, dv, written, heads_size, HEAD_SIZE, BLOCK_D)
+        store_history_rows(dv_ptr + base, out_row, keys, dv, counts, rows_out, heads_size, HEAD_SIZE, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=SIZES)

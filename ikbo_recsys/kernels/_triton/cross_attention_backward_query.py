@@ -14,6 +14,36 @@ from ikbo_recsys.kernels._triton.schedule import narrowed, tile_of_user
 
 
 @triton.jit
+def load_lse2(lse_rows, valid):
+    """The log-sum-exp of rows in units of log2. Rows outside get weight 2^-inf = 0."""
+    return tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
+
+
+@triton.jit
+def delta_of_rows(
+    grad, o_rows, grad_lse_rows, valid, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr
+):
+    """delta of a tile of rows, whose gradient of the output is `grad`; zeros outside."""
+    out = load_tile(o_rows, valid, HEAD_SIZE, BLOCK_D, True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    if GRAD_LSE:
+        delta -= tl.load(grad_lse_rows, mask=valid, other=0.0)
+    return delta
+
+
+@triton.jit
+def store_query_rows(
+    dq_ptr, cand, seed, acc, valid, stride_b, stride_s, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Write rows of dq; `dq_ptr` points to the head, or each row's head."""
+    dq_rows = row_pointers(dq_ptr, cand, seed, stride_b, stride_s)
+    column = tl.arange(0, BLOCK_D)
+    inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
+    pointers = dq_rows[:, None] + column[None, :]
+    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _query_step(
     acc,
     query,
@@ -89,10 +119,12 @@ def query_gradient(
     NEED_DQ: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORE_DELTA: tl.constexpr = True,
 ):
     """One tile of one head: the packed rows from `start` on, before `end`; `is_own` as in `attend_rows`.
 
-    `is_needed` says whether dq is needed of this tile, None where NEED_DQ says all.
+    `is_needed` says whether dq is needed of this tile, None where NEED_DQ says all. The gradient of the log-sum-exp
+    stands where delta is stored; without STORE_DELTA it remains there.
     """
     row = start + tl.arange(0, ROWS)
     valid = row < end
@@ -113,15 +145,12 @@ def query_gradient(
     delta_rows = row_pointers(delta_ptr + head, cand, seed, seeds * HEADS, HEADS)
 
     grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
-    out = load_tile(o_rows, valid, HEAD_SIZE, BLOCK_D, True)
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    if GRAD_LSE:
-        delta -= tl.load(delta_rows, mask=valid, other=0.0)
-    tl.store(delta_rows, delta, mask=valid)
+    delta = delta_of_rows(grad, o_rows, delta_rows, valid, HEAD_SIZE, BLOCK_D, GRAD_LSE)
+    if STORE_DELTA:
+        tl.store(delta_rows, delta, mask=valid)
     if NEED_DQ:
         query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
-        # Rows outside the tile get weight 2^-inf = 0.
-        lse2 = tl.load(lse_rows, mask=valid, other=float("inf")) * 1.4426950408889634
+        lse2 = load_lse2(lse_rows, valid)
         num_keys, k_rows, v_rows, k_step, v_step = history_rows(
             k_ptr, v_ptr, kv_ptr, user, head // GROUP, capacity, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt,
             stride_vh,
@@ -156,10 +185,9 @@ def query_gradient(
             acc = _query_step(
                 acc, query, grad, lse2, delta, k_rows, v_rows, left, QK_SCALE, HEAD_SIZE, BLOCK_D, KEYS, True, PRECISION
             )
-        dq_rows = row_pointers(dq_ptr + head * HEAD_SIZE, cand, seed, stride_ob, stride_os)
-        column = tl.arange(0, BLOCK_D)
-        inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
-        tl.store(dq_rows[:, None] + column[None, :], (acc * SCALE).to(dq_ptr.dtype.element_ty), mask=inside)
+        store_query_rows(
+            dq_ptr + head * HEAD_SIZE, cand, seed, acc * SCALE, valid, stride_ob, stride_os, HEAD_SIZE, BLOCK_D
+        )
 
 
 @triton.jit(do_not_specialize=SIZES)
