@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
+from ikbo_recsys.kernels import _attention_backward_hopper as hopper_once
 from ikbo_recsys.kernels import _attention_backward_launch as portable_backward
 from ikbo_recsys.kernels import _attention_both_hopper as both_hopper
 from ikbo_recsys.kernels import _attention_both_launch as both_portable
@@ -102,6 +103,7 @@ class Plan:
         grad_lse: Any,
         needs: tuple[Any, ...],
     ) -> Any:
+        facts = (facts, torch.are_deterministic_algorithms_enabled())
         run = self._backwards.get(facts)
         if run is None:
             run = self._backwards[facts] = Backward(problem, out, grad, needs, self.path, grad_lse is not None)
@@ -172,6 +174,10 @@ class Backward:
         need_dq, need_dk, need_dv = needs
         fits = path == "gluon" and on_hopper.backward_refusal(problem, out, grad) is None
         self._few: Any = None
+        self._once: Any = None
+        if fits and hopper_once.one_pass(problem, needs):
+            self._once = hopper_once.OnePass(problem, grad, has_grad_lse)
+            return
         if not fits and portable_backward.few_refusal(problem) is None:
             self._few = portable_backward.BackwardFew(problem, grad, needs, has_grad_lse)
             return
@@ -192,6 +198,8 @@ class Backward:
     def __call__(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any) -> tuple[Any, Any, Any]:
         if self._few is not None:
             return self._few(problem, out, lse, grad, grad_lse)
+        if self._once is not None:
+            return self._once(problem, out, lse, grad, grad_lse)
         dq, delta = self._query(problem, out, lse, grad, grad_lse)
         dk, dv = (None, None) if self._key_value is None else self._key_value(problem, lse, delta, grad)
         return dq, dk, dv

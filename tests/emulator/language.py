@@ -134,6 +134,8 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
         if named[1] == "sync":
             _block.scheduler.pause(lambda: barrier.generation > mine, f"named barrier {named[2]}")
         return args[0]
+    if re.search(r"bar\.arrive \d+, 128;", asm):  # whoever arrives is all who are waited for
+        return args[0]
     if asm.startswith("griddepcontrol."):
         if asm.startswith("griddepcontrol.wait"):
             _block.waited.add(writer())
@@ -312,6 +314,19 @@ def _copy_wait(pendings: int) -> None:
 
 async_copy = SimpleNamespace(async_copy_global_to_shared=_copy, commit_group=_nothing, wait_group=_copy_wait)
 
+
+def add_to_tile(half: Pointer, acc: Value, layout: Any, columns: Any) -> None:
+    """Half a tile of the workspace of `cross_attention_backward_once`, in the order of the registers."""
+    rows, width = acc.shape
+    assert (rows, width) == (64, number(columns))
+    values = acc.x.reshape(4, 2, 8, width // 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(-1)
+    first = number(half.offset)
+    assert 0 <= first <= half.memory.numel() - values.numel(), "behind the end of the workspace"
+    _kernel.writes(half.memory)
+    half.memory[first : first + values.numel()] += values
+    _block.scheduler.pause()
+
+
 # ---- matrix products -------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +382,7 @@ _STAND_INS: Mapping[str, Any] = {
     "beside": Beside,
     "tma_load": tma_load,
     "tma_store": tma_store,
+    "add_to_tile": add_to_tile,
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
 }

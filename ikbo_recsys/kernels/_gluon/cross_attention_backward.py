@@ -28,12 +28,12 @@ BLOCK_ROWS = 64
 
 
 @gluon.jit
-def _clamped(pointer, position, upper):
+def clamped(pointer, position, upper):
     return gl.minimum(gl.maximum(gl.load(pointer + position), 0), upper).to(gl.int32)
 
 
 @gluon.jit
-def _key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
+def key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
     """`(user, user's first key row, block's first row, rows to write, rows that count)`, the last three relative to the
     second.
 
@@ -44,19 +44,19 @@ def _key_block(kv_ptr, slot, num_users, capacity, KV_LAYOUT: gl.constexpr):
         high = num_users - 1
         while low < high:
             middle = (low + high + 1) // 2
-            base = _clamped(kv_ptr, middle, capacity) // 128 + middle
+            base = clamped(kv_ptr, middle, capacity) // 128 + middle
             is_right = base <= slot
             low = gl.where(is_right, middle, low)
             high = gl.where(is_right, high, middle - 1)
-        start = _clamped(kv_ptr, low, capacity)
-        keys = gl.maximum(_clamped(kv_ptr, low + 1, capacity) - start, 0)
+        start = clamped(kv_ptr, low, capacity)
+        keys = gl.maximum(clamped(kv_ptr, low + 1, capacity) - start, 0)
         return low, start, (slot - start // 128 - low) * 128, keys, keys
     else:
         blocks = (capacity + 127) // 128
         user = slot // blocks
         keys = capacity
         if KV_LAYOUT == 1:
-            keys = _clamped(kv_ptr, user, capacity)
+            keys = clamped(kv_ptr, user, capacity)
         return user, 0 * slot, (slot - user * blocks) * 128, capacity, keys
 
 
@@ -73,7 +73,7 @@ def _row_facts(
 
 
 @gluon.jit
-def _load_row_tile(
+def load_row_tile(
     q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr, row, end, head,
     heads, seeds, stage, phase, tail_phase,
     D: gl.constexpr, PERMUTED: gl.constexpr,
@@ -131,20 +131,20 @@ def _rows_producer(
         head = key_head * group + step // tiles
         tile = step % tiles
         if user_seeds is None:
-            tail_phase = _load_row_tile(
+            tail_phase = load_row_tile(
                 q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr,
                 start + tile * 64, end, head, heads, seeds, stage, phase, tail_phase,
                 D, PERMUTED,
             )  # fmt: skip
         else:
             if tile < cand_tiles:
-                tail_phase = _load_row_tile(
+                tail_phase = load_row_tile(
                     q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr,
                     permutation_ptr, start + tile * 64, end, head, heads, seeds, stage, phase, tail_phase,
                     D, PERMUTED,
                 )  # fmt: skip
             else:
-                tail_phase = _load_row_tile(
+                tail_phase = load_row_tile(
                     uq_desc, ug_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, ulse_ptr, udelta_ptr,
                     permutation_ptr, user * user_seeds + (tile - cand_tiles) * 64, (user + 1) * user_seeds, head,
                     heads, seeds, stage, phase, tail_phase,
@@ -154,7 +154,7 @@ def _rows_producer(
 
 
 @gluon.jit
-def _store(
+def store_keys(
     out_ptr, acc, first_row, key, valid, written, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr, layout: gl.constexpr
 ):
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
@@ -165,13 +165,13 @@ def _store(
 
 
 @gluon.jit
-def _of_columns(facts, mma: gl.constexpr):
+def of_columns(facts, mma: gl.constexpr):
     """A number for each row of the query, as columns of the transposed scores."""
     return facts.load(gl.SliceLayout(0, mma))[None, :].broadcast_to((64, 64))
 
 
 @gluon.jit
-def _start_scores(key, q_buf, zero, D: gl.constexpr):
+def start_scores(key, q_buf, zero, D: gl.constexpr):
     """The product of a block's keys with 64 query rows, under way."""
     return warpgroup_mma(key, q_buf.reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -203,9 +203,9 @@ def _keys_consumer(
         value = v_bufs.index(WHO).reshape([64, D])
         mbarrier.wait(history, 0)
         mbarrier.wait(full.index(0), 0)
-        scores_t = _start_scores(key, q_bufs.index(0), zero, D)
+        scores_t = start_scores(key, q_bufs.index(0), zero, D)
         lse2 = row_bufs.index(0).load(columns)
-        minus_delta = _of_columns(row_bufs.index(1), mma)
+        minus_delta = of_columns(row_bufs.index(1), mma)
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for step in range(total):
             query = q_bufs.index(stage).reshape([64, D])
@@ -221,7 +221,7 @@ def _keys_consumer(
             if D == 64:
                 # The next rows' scores are computed while these are worked on, where registers allow it.
                 mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
-                scores_t = _start_scores(key, q_bufs.index(following), zero, D)
+                scores_t = start_scores(key, q_bufs.index(following), zero, D)
                 grad_weights = warpgroup_mma_wait(2, deps=(grad_weights_t,))
             else:
                 grad_weights = warpgroup_mma_wait(1, deps=(grad_weights_t,))
@@ -230,26 +230,28 @@ def _keys_consumer(
             dk_t = warpgroup_mma(grad_scores_16, query, dk, is_async=True)
             if D == 64:
                 lse2 = row_bufs.index(following * 2).load(columns)
-                minus_delta = _of_columns(row_bufs.index(following * 2 + 1), mma)
+                minus_delta = of_columns(row_bufs.index(following * 2 + 1), mma)
                 scores, dv, _w = warpgroup_mma_wait(1, deps=(scores_t, dv_t, weights_16))
                 dk, _g = warpgroup_mma_wait(0, deps=(dk_t, grad_scores_16))
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
                 mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
-                scores_t = _start_scores(key, q_bufs.index(following), zero, D)
+                scores_t = start_scores(key, q_bufs.index(following), zero, D)
                 dv, _w = warpgroup_mma_wait(2, deps=(dv_t, weights_16))
                 dk, _g = warpgroup_mma_wait(1, deps=(dk_t, grad_scores_16))
                 mbarrier.arrive(empty.index(stage), count=1)
                 lse2 = row_bufs.index(following * 2).load(columns)
-                minus_delta = _of_columns(row_bufs.index(following * 2 + 1), mma)
+                minus_delta = of_columns(row_bufs.index(following * 2 + 1), mma)
                 scores = warpgroup_mma_wait(0, deps=(scores_t,))
             stage = following
             phase = following_phase
     key_row = first + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
     stride = key_heads * HEAD_SIZE
     base = key_head * HEAD_SIZE
-    _store(dk_ptr + base, dk * scale, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
-    _store(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
+    store_keys(
+        dk_ptr + base, dk * scale, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide
+    )
+    store_keys(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
 
 
 @gluon.jit
@@ -266,12 +268,12 @@ def _key_value_gradient(
     wait_for_primary_grid()
     key_heads = heads // group
     key_head = gl.program_id(0) % key_heads
-    user, first_key, first, rows_out, keys = _key_block(
+    user, first_key, first, rows_out, keys = key_block(
         kv_ptr, gl.program_id(0) // key_heads, num_users, capacity, KV_LAYOUT
     )
     # Slots without keys do nothing; blocks of nothing but padding write zeros.
-    start = _clamped(offsets_ptr, user, num_cands) * seeds
-    end = _clamped(offsets_ptr, user + 1, num_cands) * seeds
+    start = clamped(offsets_ptr, user, num_cands) * seeds
+    end = clamped(offsets_ptr, user + 1, num_cands) * seeds
     end = gl.where(first < keys, end, start)
     if user_seeds is not None:
         end = gl.maximum(end, start)
