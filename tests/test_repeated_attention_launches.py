@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import _attention_hopper, _plan, cross_attention, explain, use_backend
+from ikbo_recsys.kernels import (
+    _attention_backward_hopper,
+    _attention_hopper,
+    _plan,
+    cross_attention,
+    explain,
+    use_backend,
+)
 from tests import standin
 from tests.standin import StandIn, inside, outside
 from tests.test_repeated_launches import Call, check, make_index, train
@@ -351,3 +358,35 @@ def test_gradients_in_one_pass(gpu: StandIn) -> None:
         found = check(gpu, calls)
     assert all([launch.kernel for launch in launches] == ["attention_forward", name] for launches in found.values())
     assert found["all"] != found["log-sum-exp 0"]
+
+
+@inside
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_in_one_pass_on_hopper(gpu: StandIn, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Other launches where only sums in a fixed order are allowed, whatever calls were before."""
+    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
+    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_backward_hopper, "ONE_PASS", True)
+    given, grad = make(gpu, torch.bfloat16, 64, size=size), gpu.randn(B, 64, 2, size, dtype=torch.bfloat16)
+    index, shuffled = make_index(gpu, U, B), make_index(gpu, U, B, False)
+    valid = lengths(gpu)
+    calls: dict[str, Call] = {
+        "all": train(lambda q, k, v: cross_attention(q, k, v, index), grad, *given),
+        "shuffled": train(lambda q, k, v: cross_attention(q, k, v, shuffled, kv_lengths=valid), grad, *given),
+        "scaled": train(lambda q, k, v: cross_attention(q, k, v, index, scale=0.5), grad, *given),
+    }
+    names = ["prepare_once", "attention_backward_once", "finish_once"]
+    with use_backend("gluon"):
+        found = check(gpu, calls)
+        assert all([launch.kernel for launch in launches[-3:]] == names for launches in found.values())
+        torch.use_deterministic_algorithms(True)
+        try:
+            launches = gpu.launches(calls["all"])
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert [launch.kernel for launch in launches[-2:]] == [
+            "attention_backward_query",
+            "attention_backward_key_value",
+        ]
+        assert gpu.launches(calls["all"]) == found["all"]
