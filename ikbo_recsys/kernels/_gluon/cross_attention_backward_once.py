@@ -12,9 +12,9 @@ user's last are nobody's. The inside of a tile lies as the tensor cores leave it
 see `add_to_tile`. The tiles of a user are the slots of `tile_of_slot` in `_triton/schedule.py`.
 
 The consumers are half a step apart. Consumer 0, which goes first, makes dq of the step before beside each step, 1 that
-of the step itself: what the other has to give has been there for half a step. There are two buffers for ds, and turns at
-writing to them, as there are at the exponentials: 0 writes a step's once 1 has written the step's before, and 1 once 0
-has written the same step's. Whoever writes is done with the dq of all of its steps before, and so with all but the
+of the step itself: what the other has to give has been there for half a step. There are two buffers for ds, and turns
+at writing to them, as there are at the exponentials: 0 writes a step's once 1 has written the step's before, and 1 once
+0 has written the same step's. Whoever writes is done with the dq of all of its steps before, and so with all but the
 other buffer.
 """
 
