@@ -38,16 +38,18 @@ RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
 RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
 
 
-def _pass_behind(barrier: int) -> str:
-    """Arrive at a hardware barrier once four sums of weights are there: they are not less than 0, or not numbers."""
+def _once_summed(action: str) -> str:
+    """Do it once four sums of weights are there: they are not less than 0, or not numbers."""
     return (
         "{ .reg .pred p; .reg .f32 s, t; add.f32 s, $0, $1; add.f32 t, $2, $3; add.f32 s, s, t; "
-        f"setp.geu.f32 p, s, 0f00000000; @p bar.arrive {barrier}, 256; }}"
+        f"setp.geu.f32 p, s, 0f00000000; @p {action} }}"
     )
 
 
-PASS_BEHIND_0 = gl.constexpr(_pass_behind(9))
-PASS_BEHIND_1 = gl.constexpr(_pass_behind(8))
+PASS_BEHIND_0 = gl.constexpr(_once_summed("bar.arrive 9, 256;"))
+PASS_BEHIND_1 = gl.constexpr(_once_summed("bar.arrive 8, 256;"))
+HOLD_0 = gl.constexpr(_once_summed("bar.arrive 10, 128;"))
+HOLD_1 = gl.constexpr(_once_summed("bar.arrive 11, 128;"))
 
 
 @gluon.jit
@@ -99,6 +101,17 @@ def turn_pass_behind(WHO: gl.constexpr, sums):
         return gl.inline_asm_elementwise(
             PASS_BEHIND_1, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
         )
+
+
+@gluon.jit
+def hold(WHO: gl.constexpr, sums):
+    """`sums`, and what comes behind stays behind them: the assembler moves a wait for a product to before the softmax
+    otherwise, and the additions to behind the wait, where the exponentials do not hide them. It cannot know that
+    nobody waits at these barriers, whose 128 threads all arrive."""
+    if WHO == 0:
+        return gl.inline_asm_elementwise(HOLD_0, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
+    else:
+        return gl.inline_asm_elementwise(HOLD_1, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon.jit

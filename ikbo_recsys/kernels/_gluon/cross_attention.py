@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, key_blocks, read_tile, rescale, turn_pass
+from ikbo_recsys.kernels._gluon._attention_parts import advance, hold, key_blocks, read_tile, rescale, turn_pass
 from ikbo_recsys.kernels._gluon._attention_producer import producer
 from ikbo_recsys.kernels._gluon._attention_shares import (
     announced,
@@ -105,9 +105,12 @@ def _consumer(
                 row_max, row_sum, factor, weights_n = next_softmax(
                     WHO, scores, row_max, row_sum, qk_scale, dtype, KEYS, D, operand, CONSUMERS > 1
                 )
-                # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
-                # softmax.
-                mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < stop)
+                if D > 64:
+                    row_sum = hold(WHO, row_sum)
+                else:
+                    # A wait that the assembler cannot move the next one across: without it P.V is waited for before the
+                    # softmax.
+                    mbarrier.wait(k_full.index(ks), kp, pred=j + 1 < stop)
                 out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
                 mbarrier.arrive(v_empty.index(vs), count=1)
                 vs, vp = advance(vs, vp, STAGES)
@@ -141,7 +144,7 @@ def _consumer(
                 )
             if not GATHER:
                 tma.store_wait(0)
-            # The same barrier to reordering as above.
+            # Such a wait, again.
             mbarrier.wait(k_full.index(ks), kp, pred=more & (next_begin + 1 < next_stop))
             out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
             mbarrier.arrive(v_empty.index(vs), count=1)
