@@ -27,6 +27,8 @@ from ikbo_recsys.kernels._plan import Launch
 MOST_FEW_ROWS = 64
 """Query rows per user and key head, on average, up to which all gradients come from one pass over keys and values."""
 _MOST_FEW_HEAD_SIZE = 128
+_PARTS = 4
+"""Programs for each user and key head, all but one of which end at once unless the user has more rows than a tile."""
 _FEWEST_PROGRAMS = 128
 """Below, programs that take all keys of a user leave most of a GPU idle: blocks of keys have to run side by side."""
 
@@ -133,9 +135,9 @@ class BackwardFew:
         self._launch = Launch(
             attention_backward_few,
             None,
-            problem.num_users * key.shape[-2],
+            problem.num_users * key.shape[-2] * _PARTS,
             problem.constants(
-                **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys},
+                **{"SCALE": problem.scale, "ROWS": tile.rows, "KEYS": tile.keys, "PARTS": _PARTS},
                 **{"NEED_DQ": need_dq, "NEED_DK": need_dk, "NEED_DV": need_dv, "GRAD_LSE": has_grad_lse},
             ),
             num_warps=tile.warps,

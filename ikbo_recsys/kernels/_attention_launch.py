@@ -77,10 +77,12 @@ BACKWARD_KEY_VALUE_16BIT = (
 # All gradients in one pass; `user_rows` are the packed rows of a key head's group. Row tiles have room for twice the
 # average, where a tile of 64 has: a user with more rows is read twice.
 BACKWARD_FEW_16BIT = (
+    Row(AttentionTile(16, 64, 4, 3), {"head_size": 64, "user_rows": 8}),
+    Row(AttentionTile(32, 64, 4, 3), {"head_size": 64, "user_rows": 16}),
+    Row(AttentionTile(64, 64, 4, 3), {"head_size": 64}),
     Row(AttentionTile(16, 64, 4, 2), {"user_rows": 8}),
     Row(AttentionTile(32, 64, 4, 2), {"user_rows": 16}),
-    Row(AttentionTile(64, 64, 4, 2), {"head_size": 64}),
-    Row(AttentionTile(64, 64, 8, 2)),
+    Row(AttentionTile(64, 64, 8, 3)),
 )
 BACKWARD_32BIT = (
     Row(AttentionTile(32, 32, 8, 1), {"head_size": 64}),

@@ -17,7 +17,7 @@ def _few(target: str, dtype: str, head_size: int, tile: Any, **how: Any) -> Comp
         **{"QK_SCALE": 0.1, "SCALE": 0.1, "HEADS": 8, "GROUP": 1, "HEAD_SIZE": head_size},
         **{"BLOCK_D": 1 << (head_size - 1).bit_length(), "ROWS": tile.rows, "KEYS": tile.keys, "KV_LAYOUT": 2},
         **{"PERMUTED": False, "NEED_DQ": True, "NEED_DK": True, "NEED_DV": True, "GRAD_LSE": False},
-        **{"PRECISION": "ieee", **how},
+        **{"PRECISION": "ieee", "PARTS": 4, **how},
     }
     signature = _signature(kernel, dtype, constexprs) | {"grad_lse_ptr": "*fp32"}
     indices = ("permutation_ptr", "offsets_ptr", "kv_ptr")

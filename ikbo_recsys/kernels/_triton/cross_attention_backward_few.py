@@ -4,8 +4,8 @@ With p, g, delta and ds as in `cross_attention_backward.py`: `dv = p^T g`, `dk =
 
 A program takes one user and one key head. Where all query rows that attend to it fit a tile, they stay on chip while
 the keys stream by: a block of keys is read once, its dk and dv are whole at once, and dq is summed in registers. A user
-with more rows than a tile (how many it has is data) is done by the steps of the two kernels, one after the other. No
-atomics either way, and every sum has a fixed order.
+with more rows than a tile (how many it has is data) is done by the steps of the two kernels, one after the other, by
+PARTS programs, of which the others' users need one. No atomics either way, and every sum has a fixed order.
 """
 
 import triton
@@ -156,6 +156,7 @@ def _two_passes(
     offsets_ptr,
     permutation_ptr,
     kv_ptr,
+    part,
     user,
     key_head,
     start,
@@ -192,14 +193,16 @@ def _two_passes(
     NEED_DV: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """A user with more rows: dq, tile of rows by tile of rows, then dk and dv, block of keys by block of keys.
+    """A part of a user with more rows: every PARTS-th tile of rows of dq, then every PARTS-th block of keys of dk and
+    dv.
 
     Both make delta. Handed over in memory it would have to be waited for, which `tl.debug_barrier` does not do on AMD.
     """
     if NEED_DQ:
         for member in range(GROUP):
-            for first in range(start, end, ROWS):
+            for first in range(start + part * ROWS, end, PARTS * ROWS):
                 query_gradient(
                     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, dq_ptr, permutation_ptr, kv_ptr,
                     None, None, user, key_head * GROUP + member, first, end, seeds, capacity, stride_qb, stride_qs,
@@ -209,7 +212,7 @@ def _two_passes(
                     GRAD_LSE, PRECISION, False,
                 )  # fmt: skip
     if NEED_DK or NEED_DV:
-        for first in range(0, rows_out, KEYS):
+        for first in range(part * KEYS, rows_out, PARTS * KEYS):
             key_value_gradient(
                 q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, grad_lse_ptr, dk_ptr, dv_ptr, offsets_ptr, permutation_ptr,
                 kv_ptr, None, None, None, None, user, first, rows_out, num_keys, tl.zeros([], tl.int32), key_head,
@@ -265,13 +268,16 @@ def attention_backward_few(
     NEED_DV: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Write dq `[B, S, H, D]`, dk and dv in the shape of k and v, contiguous, those that are needed.
 
     `out`, `lse` and, read with GRAD_LSE only, `grad_lse` are contiguous, the rest strided.
     """
     KEY_HEADS: tl.constexpr = HEADS // GROUP
-    user = tl.program_id(0) // KEY_HEADS
+    programs = tl.num_programs(0) // PARTS
+    part = tl.program_id(0) // programs
+    user = tl.program_id(0) % programs // KEY_HEADS
     key_head = tl.program_id(0) % KEY_HEADS
     start = clamped_offset(offsets_ptr, user, num_cands) * seeds
     end = clamped_offset(offsets_ptr, user + 1, num_cands) * seeds
@@ -280,6 +286,8 @@ def attention_backward_few(
     if KV_LAYOUT == 2:
         rows_out = num_keys
     if end - start <= ROWS // GROUP:
+        if part > 0:
+            return
         _one_pass(
             q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, dq_ptr, dk_ptr, dv_ptr, permutation_ptr,
             kv_ptr, user, key_head, start, end, rows_out, seeds, capacity, stride_qb, stride_qs, stride_qh, stride_ku,
@@ -290,9 +298,9 @@ def attention_backward_few(
     else:
         _two_passes(
             q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr,
-            permutation_ptr, kv_ptr, user, key_head, start, end, rows_out, num_keys, num_cands, seeds, capacity,
+            permutation_ptr, kv_ptr, part, user, key_head, start, end, rows_out, num_keys, num_cands, seeds, capacity,
             stride_qb, stride_qs, stride_qh, stride_ku, stride_kt, stride_kh, stride_vu, stride_vt, stride_vh,
             stride_gb, stride_gs, stride_gh,
             QK_SCALE, SCALE, HEADS, GROUP, HEAD_SIZE, BLOCK_D, ROWS, KEYS, KV_LAYOUT, PERMUTED, NEED_DQ, NEED_DK,
-            NEED_DV, GRAD_LSE, PRECISION,
+            NEED_DV, GRAD_LSE, PRECISION, PARTS,
         )  # fmt: skip
