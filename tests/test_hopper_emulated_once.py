@@ -35,7 +35,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
     monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
-    monkeypatch.setattr(_attention_backward_hopper, "ONE_PASS", True)
+    monkeypatch.setattr(_attention_backward_hopper, "FEWEST_BLOCKS", 1)
 
 
 @interpreted

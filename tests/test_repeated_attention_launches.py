@@ -367,7 +367,7 @@ def test_gradients_in_one_pass_on_hopper(gpu: StandIn, monkeypatch: pytest.Monke
     monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
     monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
-    monkeypatch.setattr(_attention_backward_hopper, "ONE_PASS", True)
+    monkeypatch.setattr(_attention_backward_hopper, "FEWEST_BLOCKS", 1)
     given, grad = make(gpu, torch.bfloat16, 64, size=size), gpu.randn(B, 64, 2, size, dtype=torch.bfloat16)
     index, shuffled = make_index(gpu, U, B), make_index(gpu, U, B, False)
     valid = lengths(gpu)

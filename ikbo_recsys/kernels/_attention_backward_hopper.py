@@ -15,12 +15,14 @@ from ikbo_recsys.kernels._attention_hopper import (
     rows_layout,
 )
 from ikbo_recsys.kernels._attention_launch import Problem, key_slots, new_delta, row_slots
+from ikbo_recsys.kernels._attention_shares import key_blocks
 from ikbo_recsys.kernels._launch import Room, device_guard
 from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import launch
 
-ONE_PASS = False
-"""Whether calls that can have all gradients in one pass get them so."""
+FEWEST_BLOCKS = 6
+"""Of 128 keys to a user, on average, from which one pass is faster than two kernels: below, what it saves is less than
+what its kernels before and behind take, which do not depend on the keys."""
 
 # By padded head size.
 ONE_PASS_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
@@ -32,9 +34,9 @@ def one_pass(problem: Problem, needs: tuple[bool, bool, bool]) -> bool:
     It adds dq up in no fixed order, so not where only deterministic algorithms are allowed.
     """
     return (
-        ONE_PASS
-        and problem.user_query is None
+        problem.user_query is None
         and all(needs)
+        and key_blocks(problem) >= FEWEST_BLOCKS
         and not torch.are_deterministic_algorithms_enabled()
         and fills_the_gpu(problem)
     )

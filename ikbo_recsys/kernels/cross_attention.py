@@ -74,6 +74,9 @@ def cross_attention(
     k[u, t, h'] \rangle)\, v[u, t, h']`. On a GPU both are one launch, forward, and their gradients of keys and values
     one sum.
 
+    On Hopper the gradient of `query` may be added up in another order in every run, unless
+    `torch.use_deterministic_algorithms(True)` is set; everything else has a fixed one.
+
     Args:
         query: `[B, S, H, D]`, fp32, fp16, bf16 (fp64 on the CPU), any strides.
         key, value: padded `[U, T, Hkv, D]`, or jagged `[sum T, Hkv, D]` with `kv_offsets`. Hkv divides H (grouped
