@@ -6,12 +6,18 @@ other tests' business. Without PyTorch's own pool every tensor is an allocation,
 
 from __future__ import annotations
 
+import functools
 import sys
+from unittest import mock
 
 import torch
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import compression_linear, linear, segment_sum
+from ikbo_recsys.kernels import _attention_backward_hopper as once
+from ikbo_recsys.kernels import _attention_backward_launch as few
+from ikbo_recsys.kernels import _attention_hopper as hopper
+from ikbo_recsys.kernels import _plan, compression_linear, linear, segment_sum
+from ikbo_recsys.kernels._attention_launch import Problem
 from ikbo_recsys.kernels._backend import hopper_refusal, use_backend
 from tests.gpu import test_compression_linear, test_linear
 from tests.gpu.test_cross_attention import Call
@@ -27,7 +33,12 @@ def main() -> None:
                 call_compression_linear(dtype)
             if path == "gluon":
                 call_more_users()
-            call_cross_attention()
+                call_attention_by_hopper()
+            else:
+                call_cross_attention()
+                with mock.patch.object(few, "_FEWEST_PROGRAMS", 1), mock.patch.object(few, "MOST_FEW_ROWS", 1024):
+                    _plan.forget()
+                    call_cross_attention()
     call_linear()
     torch.cuda.synchronize()
 
@@ -54,6 +65,24 @@ def call_more_users() -> None:
         tensors = test_compression_linear.make(*sizes, torch.bfloat16)
         compression_linear(*tensors, test_compression_linear.make_index(*sizes[:2]))
         say(f"compression_linear {sizes}")
+
+
+def call_attention_by_hopper() -> None:
+    """In all forms, whatever the rules say of so small ones."""
+    for is_wide, is_once in ((True, False), (True, True), (False, False)):
+        say(f"tiles of {128 if is_wide else 64} rows, gradients in {'one pass' if is_once else 'two'}")
+        asked = functools.partial(wants_one_pass, is_once)
+        with (
+            mock.patch.object(hopper, "has_wide_tiles", return_value=is_wide),
+            mock.patch.object(hopper, "fills_the_gpu", return_value=True),
+            mock.patch.object(once, "one_pass", asked),
+        ):
+            _plan.forget()
+            call_cross_attention()
+
+
+def wants_one_pass(is_once: bool, problem: Problem, needs: tuple[bool, bool, bool]) -> bool:
+    return is_once and problem.user_query is None and all(needs)
 
 
 def call_cross_attention() -> None:
