@@ -38,7 +38,7 @@ BLOCK_KEYS = 128
 _FEWEST_BLOCKS = 96
 SHARED_REGISTERS = 128
 """Of a thread, before consumers take some of the producer's, where two thread blocks share a multiprocessor."""
-_TABLE_BLOCK, _TABLE_STEP = 16, 16
+TABLE_BLOCK, _TABLE_STEP = 16, 16
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def tile_table(problem: Problem, rows: int = TILE_ROWS, chained: bool = False) -
     fill = Launch(
         fill_tile_table if own is None else fill_tile_table_both,
         problem.index_key(),
-        cdiv(problem.num_users, _TABLE_BLOCK),
-        {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": _TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
+        cdiv(problem.num_users, TABLE_BLOCK),
+        {"ROWS": rows, "KV_LAYOUT": problem.layout, "BLOCK": TABLE_BLOCK, "STEP": _TABLE_STEP, "CHAINED": chained},
         num_warps=4,
     )
     fill((table, offsets, kv, *problem.sizes(), *(() if own is None else (own.shape[1],)), limit))

@@ -287,10 +287,11 @@ def test_portable(
 
 
 def test_tile_table_compiles_with_and_without_a_dependent_launch() -> None:
+    from ikbo_recsys.kernels._attention_hopper import TABLE_BLOCK
     from ikbo_recsys.kernels._triton.schedule import fill_tile_table, fill_tile_table_both
 
     for kernel in (fill_tile_table, fill_tile_table_both):
         for chained in (False, True):
-            constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": 64, "STEP": 16, "CHAINED": chained}
+            constexprs = {"ROWS": 128, "KV_LAYOUT": 2, "BLOCK": TABLE_BLOCK, "STEP": 16, "CHAINED": chained}
             signature = _signature(kernel, "fp16", constexprs)
             assert_no_spills(compile_kernel(kernel, signature, constexprs, num_warps=4))

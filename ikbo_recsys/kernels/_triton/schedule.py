@@ -219,7 +219,8 @@ def fill_tile_table(
 
     A user's first tile comes after the tiles of every user with a longer history (or an equal one and a smaller
     number): each program sums those over all users, BLOCK of its own and 16 times as many others at a time, so no
-    program waits for another. Offsets that fall make more tiles than there can be; `limit`, the size of the table, keeps them inside.
+    program waits for another. Offsets that fall make more tiles than there can be; `limit`, the size of the table,
+    keeps them inside.
 
     With CHAINED the kernel behind may start (programmatic dependent launch) and wait for this one's end by itself.
     """
