@@ -198,8 +198,8 @@ def _environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "timing": "CUDA events, L2 flushed before each call, equally long for all, median of all calls; the providers of "
-        f"a case took turns, {ROUNDS} rounds: ms_low and ms_high are the lowest and the highest median of a round",
+        "timing": "CUDA events, L2 flushed before each call, equally long for all, median of all calls; the providers "
+        f"of a case took turns, {ROUNDS} rounds: ms_low and ms_high are the lowest and the highest median of a round",
         "launch_us": round(launch_us(), 1),
     }
 
