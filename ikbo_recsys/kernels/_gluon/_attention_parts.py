@@ -38,18 +38,19 @@ RESCALE_64 = gl.constexpr(_rescale_assembly(64)[0])
 RESCALE_64_CONSTRAINTS = gl.constexpr(_rescale_assembly(64)[1])
 
 
-def _once_summed(action: str) -> str:
-    """Do it once four sums of weights are there: they are not less than 0, or not numbers."""
+@gluon.constexpr_function
+def _at_barrier(action, barrier, threads=256):
+    """ "sync" or "arrive" at one of the hardware's barriers."""
+    return f"bar.{action} {barrier}, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.constexpr_function
+def _arrive_once_summed(barrier, threads):
+    """Arrive once four sums of weights are there: they are not less than 0, or not numbers."""
     return (
         "{ .reg .pred p; .reg .f32 s, t; add.f32 s, $0, $1; add.f32 t, $2, $3; add.f32 s, s, t; "
-        f"setp.geu.f32 p, s, 0f00000000; @p {action} }}"
+        f"setp.geu.f32 p, s, 0f00000000; @p bar.arrive {barrier}, {threads}; }}"
     )
-
-
-PASS_BEHIND_0 = gl.constexpr(_once_summed("bar.arrive 9, 256;"))
-PASS_BEHIND_1 = gl.constexpr(_once_summed("bar.arrive 8, 256;"))
-HOLD_0 = gl.constexpr(_once_summed("bar.arrive 10, 128;"))
-HOLD_1 = gl.constexpr(_once_summed("bar.arrive 11, 128;"))
 
 
 @gluon.jit
@@ -66,41 +67,26 @@ def rescale(acc, factor, D: gl.constexpr):
 
 
 @gluon.jit
-def turn_wait(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+def turn_wait(WHO: gl.constexpr, FIRST: gl.constexpr = 8):
+    """Wait for a consumer's turn. Turns at different things have barriers of their own, FIRST and the one behind it."""
+    gl.inline_asm_elementwise(_at_barrier("sync", FIRST + WHO), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def turn_pass(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 9, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 8, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+def turn_pass(WHO: gl.constexpr, FIRST: gl.constexpr = 8):
+    """Give the turn to the other consumer."""
+    gl.inline_asm_elementwise(
+        _at_barrier("arrive", FIRST + 1 - WHO), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def turn_pass_behind(WHO: gl.constexpr, sums):
     """`turn_pass` behind partial sums `[64, 8]` of weights, which it returns: a condition that always holds is what
     keeps the assembler from passing the turn on before they are there."""
-    if WHO == 0:
-        return gl.inline_asm_elementwise(
-            PASS_BEHIND_0, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            PASS_BEHIND_1, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
-        )
+    return gl.inline_asm_elementwise(
+        _arrive_once_summed(9 - WHO, 256), "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
+    )
 
 
 @gluon.jit
@@ -108,10 +94,9 @@ def hold(WHO: gl.constexpr, sums):
     """`sums`, and what comes behind stays behind them: the assembler moves a wait for a product to before the softmax
     otherwise, and the additions to behind the wait, where the exponentials do not hide them. It cannot know that
     nobody waits at these barriers, whose 128 threads all arrive."""
-    if WHO == 0:
-        return gl.inline_asm_elementwise(HOLD_0, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
-    else:
-        return gl.inline_asm_elementwise(HOLD_1, "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(
+        _arrive_once_summed(10 + WHO, 128), "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
+    )
 
 
 @gluon.jit

@@ -73,28 +73,8 @@ def add_to_tile(half_ptr, acc, layout: gl.constexpr, HALF: gl.constexpr):
         gl.inline_asm_elementwise(ADD_32, ADD_32_CONSTRAINTS, [acc, place], dtype=gl.int32, is_pure=False, pack=32)
 
 
-@gluon.jit
-def _write_wait(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _write_pass(WHO: gl.constexpr):
-    if WHO == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+WRITING = gl.constexpr(10)
+"""Of the turns at writing to the buffers for ds."""
 
 
 @gluon.jit
@@ -188,7 +168,7 @@ def _consumer(
     tiles_left = tiles + 0
     if WHO == 1:
         turn_pass(1)
-        _write_pass(1)
+        turn_pass(1, WRITING)
     if total > 0:
         key = k_bufs.index(WHO).reshape([64, D])
         value = v_bufs.index(WHO).reshape([64, D])
@@ -223,10 +203,10 @@ def _consumer(
             grad_scores_16 = grad_scores.to(dtype)
             grad_scores_op = gl.convert_layout(grad_scores_16, operand)
             dk_t = warpgroup_mma(grad_scores_op, query, dk, is_async=True)
-            _write_wait(WHO)
+            turn_wait(WHO, WRITING)
             ds_bufs.index(step % 2 * 2 + WHO).store(grad_scores_16)
             fence_async_shared()
-            _write_pass(WHO)
+            turn_pass(WHO, WRITING)
             dv, _w = warpgroup_mma_wait(1, deps=(dv_t, weights_16))
             following, following_phase = advance(stage + 0, phase + 0, STAGES)
             pair = step % 2
@@ -254,7 +234,7 @@ def _consumer(
             stage = following
             phase = following_phase
         if WHO == 0:
-            _write_wait(0)
+            turn_wait(0, WRITING)
             dq_t = _start_dq(0, ds_bufs, (total + 1) % 2, k_bufs, kh_bufs, zero_dq, D)
             dq = warpgroup_mma_wait(0, deps=(dq_t,))
             add_to_tile(work_ptr, dq, half, HALF)
