@@ -21,8 +21,8 @@ from ikbo_recsys.kernels._plan import Launch
 from ikbo_recsys.kernels._tma import launch
 
 FEWEST_BLOCKS = 6
-"""Of 128 keys to a user, on average, from which one pass is faster than two kernels: below, what it saves is less than
-what its kernels before and behind take, which do not depend on the keys."""
+"""Of 128 keys to a user, counted as `key_blocks` does, from which one pass is faster than two kernels: below, what it
+saves is less than what its kernels before and behind take, which do not depend on the keys."""
 
 # By padded head size.
 ONE_PASS_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
