@@ -6,6 +6,7 @@ other right.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -149,12 +150,29 @@ def test_large_logits(counts: list[int]) -> None:
 
 @interpreted
 @pytest.mark.parametrize("bad", [-3, 2**31 - 1])
-def test_wrong_offsets_stay_inside(bad: int) -> None:
+def test_wrong_offsets_stay_inside(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing hangs, and nothing is written outside."""
+    from ikbo_recsys.kernels._launch import Room
+
     call = Call(3, 7, 2, 19, (1, 1), 16, layout=JAGGED, shuffled=False)
+    around: list[Tensor] = []
+
+    def surrounded(room: Any) -> Tensor:
+        """A gradient between zeros."""
+        shape = room._size
+        memory = torch.zeros((3 * math.prod(shape[:-1]), shape[-1]), dtype=room._dtype)
+        before, inside, behind = memory.chunk(3)
+        around.extend((before, behind))
+        return inside.view(shape)
+
+    monkeypatch.setattr(Room, "__call__", surrounded)
     offsets, kv = call.problem.offsets.clone(), call.problem.kv.clone()
     offsets[1], kv[2] = bad, bad
-    call.problem = replace(call.problem, offsets=offsets, kv=kv)
-    call.gradients()
+    for wrong in (offsets, offsets.flip(0)):
+        call.problem = replace(call.problem, offsets=wrong, kv=kv)
+        call.gradients()
+    assert len(around) == 2 * 2 * 3
+    assert not any(bool(x.any()) for x in around)
 
 
 @interpreted
