@@ -127,7 +127,9 @@ ALL = (True, True, True)
     ("rows", "own", "needs", "expected"),
     # 857 us for 919 with 1024 rows, 2936 for 3372 with 4096; with 512, what is before and behind takes what it saves.
     [(1024, 0, ALL, True), (4096, 0, ALL, True), (512, 0, ALL, False), (1024, 0, (True, True, False), False),
-     (1024, 64, ALL, False)],
+     (1024, 64, ALL, False),
+     # A block that is begun counts.
+     (640, 0, ALL, False), (641, 0, ALL, True)],
 )  # fmt: skip
 def test_all_gradients_in_one_pass(rows: int, own: int, needs: tuple[bool, ...], expected: bool) -> None:
     """As measured on an H200, with 32 users of 64 candidates; never where a fixed order is asked for."""
