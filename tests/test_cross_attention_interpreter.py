@@ -311,3 +311,40 @@ def test_public_function_and_calls_like_one_before(grouped: bool, monkeypatch: p
         for other, scale in ((query, 0.5), (query[1:], None), (strided, None), (query.half(), None)):
             tensors = (other, key, value, None, lengths, None)
             assert _plan.signature("cross_attention", tensors, index, scale, False) != known
+
+
+def _far(x: Tensor, dim: int, stride: int) -> Tensor:
+    """`x` with another stride in memory of which no more is touched than it needs."""
+    strides = [stride if i == dim else each for i, each in enumerate(x.stride())]
+    elements = sum((size - 1) * each for size, each in zip(x.shape, strides, strict=True)) + 1
+    storage = torch.UntypedStorage(elements * x.element_size())
+    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, strides).copy_(x)
+
+
+@interpreted
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("which", "dim", "stride"), [(0, 2, 2**31 + 16), (1, 2, 2**31 + 16), (1, 1, 2**25)])
+def test_offsets_beyond_32_bits(which: int, dim: int, stride: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads, and blocks of a history's rows, that lie 2^31 elements apart; gradients by one kernel and by two."""
+    from ikbo_recsys import CandidateIndex, kernels
+    from ikbo_recsys.kernels import _attention_backward_launch, _backend
+
+    monkeypatch.setattr(_backend, "portable_refusal", lambda *_: None)
+    monkeypatch.setattr(_attention_backward_launch, "_FEWEST_PROGRAMS", 1 if few else 128)
+    index = CandidateIndex.from_counts(torch.tensor([3, 2]))
+    leaves = [torch.randn(5, 1, 2, 16).half(), *(torch.randn(2, 70, 2, 16).half() for _ in range(2))]
+    if dim == 1:  # of one user, or there would be as much memory for each
+        index, leaves[1:] = CandidateIndex.from_counts(torch.tensor([5])), [x[:1] for x in leaves[1:]]
+    exact = [x.double().requires_grad_() for x in leaves]
+    leaves[which] = _far(leaves[which], dim, stride)
+    grad = torch.randn(5, 1, 2, 16).half()
+
+    def results(tensors: list[Tensor]) -> list[Tensor]:
+        tensors = [x.requires_grad_() for x in tensors]
+        out = kernels.cross_attention(*tensors, index)
+        return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(out.dtype))]
+
+    with _backend.use_backend("triton"):
+        found = results(leaves)
+    for ours, true in zip(found, results(exact), strict=True):
+        assert relative_error(ours, true) < TOLERANCE[torch.float16]

@@ -97,10 +97,11 @@ def history_rows(
     key = tl.arange(0, KEYS).to(tl.int64)
     user64 = user.to(tl.int64)
     first64 = tl.zeros([], tl.int64) + first_key
-    k_rows = k_ptr + user64 * stride_ku + key_head * stride_kh + (first64 + key) * stride_kt
-    v_rows = v_ptr + user64 * stride_vu + key_head * stride_vh + (first64 + key) * stride_vt
-    k_step = tl.zeros([], tl.int64) + KEYS * stride_kt
-    v_step = tl.zeros([], tl.int64) + KEYS * stride_vt
+    key_head64 = key_head.to(tl.int64)
+    k_rows = k_ptr + user64 * stride_ku + key_head64 * stride_kh + (first64 + key) * stride_kt
+    v_rows = v_ptr + user64 * stride_vu + key_head64 * stride_vh + (first64 + key) * stride_vt
+    k_step = (tl.zeros([], tl.int64) + KEYS) * stride_kt
+    v_step = (tl.zeros([], tl.int64) + KEYS) * stride_vt
     return num_keys, k_rows, v_rows, k_step, v_step
 
 
@@ -155,7 +156,7 @@ def attend_rows(
         else:
             listed = tl.load(permutation_ptr + cand, mask=valid & (is_own == 0), other=0)
             cand = tl.where(is_own, cand, listed)
-    q_rows = row_pointers(q_ptr + head * stride_qh, cand, seed, stride_qb, stride_qs)
+    q_rows = row_pointers(q_ptr + head.to(tl.int64) * stride_qh, cand, seed, stride_qb, stride_qs)
     query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
 
     num_keys, k_rows, v_rows, k_step, v_step = history_rows(

@@ -228,8 +228,9 @@ def key_value_gradient(
     key_rows = tl.zeros([], tl.int64) + keys
     if KV_LAYOUT == 2:
         key_rows += out_row
-    k_rows = k_ptr + user64 * stride_ku + key_head * stride_kh + key_rows * stride_kt
-    v_rows = v_ptr + user64 * stride_vu + key_head * stride_vh + key_rows * stride_vt
+    key_head64 = key_head.to(tl.int64)
+    k_rows = k_ptr + user64 * stride_ku + key_head64 * stride_kh + key_rows * stride_kt
+    v_rows = v_ptr + user64 * stride_vu + key_head64 * stride_vh + key_rows * stride_vt
     key = load_tile(k_rows, counts, HEAD_SIZE, BLOCK_D, True)
     value = load_tile(v_rows, counts, HEAD_SIZE, BLOCK_D, True)
     dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -239,19 +240,20 @@ def key_value_gradient(
     end = clamped_offset(offsets_ptr, user + 1, num_cands) * seeds
     for member in range(GROUP):
         head = key_head * GROUP + member
+        head64 = head.to(tl.int64)
         out_of_head = None
         if out_ptr is not None:
             out_of_head = out_ptr + head * HEAD_SIZE
         dk, dv = _accumulate(
-            dk, dv, key, value, q_ptr + head * stride_qh, out_of_head, grad_ptr + head * stride_gh, lse_ptr + head,
+            dk, dv, key, value, q_ptr + head64 * stride_qh, out_of_head, grad_ptr + head64 * stride_gh, lse_ptr + head,
             delta_ptr + head, permutation_ptr, start, end, split, first < num_keys, seeds, stride_qb, stride_qs,
             stride_gb, stride_gs,
             QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, PERMUTED, NEED_DK, NEED_DV, GRAD_LSE, PRECISION,
         )  # fmt: skip
         if user_seeds is not None:
             dk, dv = _accumulate(
-                dk, dv, key, value, uq_ptr + head * stride_uqh, None, ugrad_ptr + head * stride_ugh, ulse_ptr + head,
-                udelta_ptr + head, permutation_ptr, user * user_seeds, (user + 1) * user_seeds, split,
+                dk, dv, key, value, uq_ptr + head64 * stride_uqh, None, ugrad_ptr + head64 * stride_ugh,
+                ulse_ptr + head, udelta_ptr + head, permutation_ptr, user * user_seeds, (user + 1) * user_seeds, split,
                 first < num_keys, user_seeds, stride_uqb, stride_uqs, stride_ugb, stride_ugs,
                 QK_SCALE, HEADS, HEAD_SIZE, BLOCK_D, ROWS, SPLITS, False, NEED_DK, NEED_DV, False, PRECISION,
             )  # fmt: skip

@@ -84,8 +84,8 @@ def _one_pass(
     head = key_head * GROUP + packed % GROUP
     valid = row < end
     cand, seed = places_of_rows(permutation_ptr, row, valid, seeds, PERMUTED)
-    q_rows = row_pointers(q_ptr + head * stride_qh, cand, seed, stride_qb, stride_qs)
-    g_rows = row_pointers(grad_ptr + head * stride_gh, cand, seed, stride_gb, stride_gs)
+    q_rows = row_pointers(q_ptr + head.to(tl.int64) * stride_qh, cand, seed, stride_qb, stride_qs)
+    g_rows = row_pointers(grad_ptr + head.to(tl.int64) * stride_gh, cand, seed, stride_gb, stride_gs)
     query = load_tile(q_rows, valid, HEAD_SIZE, BLOCK_D, True)
     grad = load_tile(g_rows, valid, HEAD_SIZE, BLOCK_D, True)
     lse2 = load_lse2(row_pointers(lse_ptr + head, cand, seed, seeds * HEADS, HEADS), valid)

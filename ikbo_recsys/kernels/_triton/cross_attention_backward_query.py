@@ -138,8 +138,8 @@ def query_gradient(
             cand = tl.where(is_own, cand, listed)
     stride_ob = seeds * HEADS * HEAD_SIZE
     stride_os = HEADS * HEAD_SIZE
-    q_rows = row_pointers(q_ptr + head * stride_qh, cand, seed, stride_qb, stride_qs)
-    g_rows = row_pointers(grad_ptr + head * stride_gh, cand, seed, stride_gb, stride_gs)
+    q_rows = row_pointers(q_ptr + head.to(tl.int64) * stride_qh, cand, seed, stride_qb, stride_qs)
+    g_rows = row_pointers(grad_ptr + head.to(tl.int64) * stride_gh, cand, seed, stride_gb, stride_gs)
     o_rows = row_pointers(out_ptr + head * HEAD_SIZE, cand, seed, stride_ob, stride_os)
     lse_rows = row_pointers(lse_ptr + head, cand, seed, seeds * HEADS, HEADS)
     delta_rows = row_pointers(delta_ptr + head, cand, seed, seeds * HEADS, HEADS)
