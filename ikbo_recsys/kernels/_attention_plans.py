@@ -173,13 +173,12 @@ class Backward:
         on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable_backward)
         need_dq, need_dk, need_dv = needs
         fits = path == "gluon" and on_hopper.backward_refusal(problem, out, grad) is None
-        self._few: Any = None
-        self._once: Any = None
+        self._in_one_pass: Any = None
         if fits and hopper_once.one_pass(problem, needs):
-            self._once = hopper_once.OnePass(problem, grad, has_grad_lse)
+            self._in_one_pass = hopper_once.OnePass(problem, grad, has_grad_lse)
             return
         if not fits and portable_backward.few_refusal(problem) is None:
-            self._few = portable_backward.BackwardFew(problem, grad, needs, has_grad_lse)
+            self._in_one_pass = portable_backward.BackwardFew(problem, grad, needs, has_grad_lse)
             return
         by_hopper = on_hopper.Backward(problem, grad, has_grad_lse) if fits else None
         # The Hopper kernel writes dq of both kinds of rows; the portable one as asked for, or delta alone.
@@ -196,10 +195,8 @@ class Backward:
             self._key_value = anywhere.BackwardKeyValue(problem, grad, need_dk, need_dv)
 
     def __call__(self, problem: Problem, out: Any, lse: Any, grad: Any, grad_lse: Any) -> tuple[Any, Any, Any]:
-        if self._few is not None:
-            return self._few(problem, out, lse, grad, grad_lse)
-        if self._once is not None:
-            return self._once(problem, out, lse, grad, grad_lse)
+        if self._in_one_pass is not None:
+            return self._in_one_pass(problem, out, lse, grad, grad_lse)
         dq, delta = self._query(problem, out, lse, grad, grad_lse)
         dk, dv = (None, None) if self._key_value is None else self._key_value(problem, lse, delta, grad)
         return dq, dk, dv

@@ -7,7 +7,9 @@ Letters: N packed query rows (candidates * seeds), H query heads. The workspace 
 import triton
 import triton.language as tl
 
-from ikbo_recsys.kernels._triton.cross_attention import row_pointers
+from ikbo_recsys.kernels._triton.cross_attention import load_tile
+from ikbo_recsys.kernels._triton.cross_attention_backward import places_of_rows
+from ikbo_recsys.kernels._triton.cross_attention_backward_query import delta_of_rows, store_query_rows
 from ikbo_recsys.kernels._triton.schedule import tile_of_slot
 
 
@@ -31,18 +33,12 @@ def prepare_once(
     `[N, H]`. With GRAD_LSE h, the gradient of the log-sum-exp, stands where delta is stored.
     """
     item = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-    column = tl.arange(0, D)
     valid = item < num_rows.to(tl.int64) * heads
-    inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
     row = item // heads
-    grad_rows = grad_ptr + row * stride_gn + (item - row * heads) * stride_gh
-    grad = tl.load(grad_rows[:, None] + column[None, :], mask=inside, other=0.0)
-    out = tl.load(out_ptr + item[:, None] * HEAD_SIZE + column[None, :], mask=inside, other=0.0)
+    grad = load_tile(grad_ptr + row * stride_gn + (item - row * heads) * stride_gh, valid, HEAD_SIZE, D, True)
     tile_ptr = work_ptr + tl.program_id(0).to(tl.int64) * (64 * D)
     tl.store(tile_ptr + tl.arange(0, 64 * D), tl.zeros([64 * D], tl.float32))
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    if GRAD_LSE:
-        delta -= tl.load(delta_ptr + item, mask=valid, other=0.0)
+    delta = delta_of_rows(grad, out_ptr + item * HEAD_SIZE, delta_ptr + item, valid, HEAD_SIZE, D, GRAD_LSE)
     tl.store(delta_ptr + item, delta, mask=valid)
 
 
@@ -74,11 +70,8 @@ def finish_once(
         acc = acc.permute([2, 5, 3, 0, 1, 4, 6]).reshape([64, D])
         rows = row + tl.arange(0, 64)
         valid = rows < end
-        cand = rows // seeds
-        seed = rows - cand * seeds
-        if PERMUTED:
-            cand = tl.load(permutation_ptr + cand, mask=valid, other=0)
-        column = tl.arange(0, D)
-        dq_rows = row_pointers(dq_ptr + head * HEAD_SIZE, cand, seed, seeds * heads * HEAD_SIZE, heads * HEAD_SIZE)
-        inside = valid[:, None] & (column < HEAD_SIZE)[None, :]
-        tl.store(dq_rows[:, None] + column[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+        cand, seed = places_of_rows(permutation_ptr, rows, valid, seeds, PERMUTED)
+        stride = heads * HEAD_SIZE
+        store_query_rows(
+            dq_ptr + head * HEAD_SIZE, cand, seed, acc * scale, valid, seeds * stride, stride, HEAD_SIZE, D
+        )
