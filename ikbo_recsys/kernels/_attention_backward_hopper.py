@@ -12,6 +12,7 @@ from ikbo_recsys.kernels._attention_hopper import (
     HopperTile,
     fills_the_gpu,
     history_layout,
+    padded_size,
     rows_layout,
 )
 from ikbo_recsys.kernels._attention_launch import Problem, key_slots, new_delta, row_slots
@@ -51,7 +52,7 @@ class OnePass:
 
         query, key = problem.query, problem.key
         heads, head_size = query.shape[2:]
-        padded = 64 if head_size <= 64 else 128
+        padded = padded_size(head_size)
         tile, tiles = ONE_PASS_TILES[padded], row_slots(problem, BOX_ROWS)
         device = query.device
         self._work = Room((heads, tiles, BOX_ROWS * padded), torch.float32, device)

@@ -20,6 +20,7 @@ from ikbo_recsys.kernels._attention_hopper import (
     forward_launch,
     history_layout,
     is_saved_ready,
+    padded_size,
     result_layout,
     rows_layout,
     shared_table,
@@ -37,7 +38,7 @@ class Forward:
 
         query, user_query = queries(problem)
         heads, head_size = query.shape[2:]
-        padded = 64 if head_size <= 64 else 128
+        padded = padded_size(head_size)
         self._shapes = (query.shape, user_query.shape)
         self._lse_shapes = (query.shape[:3], user_query.shape[:3]) if store_lse else ((0,), (0,))
         adjacent = adjacent_rows(problem) and all(flat_query_strides(x) is not None for x in (query, user_query))
@@ -89,7 +90,7 @@ class Backward:
         query, user_query = queries(problem)
         key = problem.key
         heads, head_size = query.shape[2:]
-        padded = 64 if head_size <= 64 else 128
+        padded = padded_size(head_size)
         rows = [rows_layout(x, padded) for x in (query, user_query, *grads)]
         outs = [result_layout(x.shape, padded) for x in (query, user_query)]
         history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]

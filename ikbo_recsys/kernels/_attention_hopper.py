@@ -69,6 +69,11 @@ class HopperTile:
         return {"CONSUMER_REGISTERS": self.consumer_registers, "PRODUCER_REGISTERS": self.producer_registers}
 
 
+def padded_size(head_size: int) -> int:
+    """Columns of a head in shared memory and registers."""
+    return 64 if head_size <= 64 else 128
+
+
 # By padded head size.
 FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
 NARROW_TILES = {64: HopperTile(128, 2, 216, 40, consumers=1), 128: HopperTile(64, 2, 216, 40, consumers=1)}
@@ -248,7 +253,7 @@ class Forward:
 
         query = problem.query
         heads, head_size = query.shape[2:]
-        padded = 64 if head_size <= 64 else 128
+        padded = padded_size(head_size)
         self._out = Room(query.shape, query.dtype, query.device)
         self._lse = Room(query.shape[:3], torch.float32, query.device) if store_lse else None
         adjacent = adjacent_rows(problem) and flat_query_strides(query) is not None
@@ -359,7 +364,7 @@ class Backward:
 
         query, key = problem.query, problem.key
         heads, head_size = query.shape[2:]
-        padded = 64 if head_size <= 64 else 128
+        padded = padded_size(head_size)
         rows = [rows_layout(x, padded) for x in (query, grad)]
         history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
         self._layouts_query = (*rows, result_layout(query.shape, padded), *history)

@@ -12,7 +12,8 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """`tma_store(descriptor, coordinates, shared)`: shared to global, waited for with `tma.store_wait`."""
 
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+"""`reinterpret(shared, dtype, shape, layout)`: the same shared memory under another type, shape and layout."""
 
 
 @gluon.jit
@@ -24,7 +25,7 @@ def eights(block, ROWS: gl.constexpr, D: gl.constexpr):
     swizzled.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    return _reinterpret(block, gl.int32, [D // 64 * (ROWS // 8), 8, 32], layout)
+    return reinterpret(block, gl.int32, [D // 64 * (ROWS // 8), 8, 32], layout)
 
 
 @gluon.jit

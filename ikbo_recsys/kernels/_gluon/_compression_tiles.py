@@ -15,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ikbo_recsys.kernels._gluon._compat import _reinterpret
+from ikbo_recsys.kernels._gluon._compat import reinterpret
 
 ROWS = gl.constexpr(64)
 
@@ -49,7 +49,7 @@ def beside(blocks, i, COUNT: gl.constexpr):
     COUNT * 64 columns: it lies in memory as its blocks of 64 do, one after the other."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     shape: gl.constexpr = [blocks.shape[0] // COUNT, blocks.shape[2], COUNT * 64]
-    return _reinterpret(blocks, blocks.dtype, shape, layout).index(i)
+    return reinterpret(blocks, blocks.dtype, shape, layout).index(i)
 
 
 @gluon.jit
