@@ -184,8 +184,9 @@ def test_which_calls_are_done_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
     def is_one_pass(problem: Any, path: str = "triton") -> bool:
         backward = Backward(problem, problem.query, problem.query, EVERYTHING, path, False)
-        assert (launch.few_refusal(problem) is None) == (backward._few is not None)
-        return backward._few is not None
+        is_few = isinstance(backward._in_one_pass, launch.BackwardFew)
+        assert (launch.few_refusal(problem) is None) == is_few
+        return is_few
 
     problem = make_problem(64, 64, 1, 5, (4, 2), 16, layout=LENGTHS, shuffled=True, dtype=torch.float16)[0]
     assert is_one_pass(problem)
