@@ -16,7 +16,7 @@ from tests.compile.helper import (
     compile_kernel,
     descriptor,
 )
-from tests.compile.test_cross_attention import HEAD_SIZES, _descriptors, _runs, _signature
+from tests.compile.test_cross_attention import HEAD_SIZES, _backward, _descriptors, _runs, _signature
 
 INDICES = ("permutation_ptr", "offsets_ptr", "kv_ptr")
 
@@ -93,6 +93,13 @@ def test_hopper_backward_once_keeps_its_loop_in_registers(head_size: int) -> Non
     for at in first:
         step = names[at : names.index("REDG", at)]
         assert step == ["MUFU"] * 32, names
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_hopper_backward_stores_whole_rows(head_size: int) -> None:
+    """dk and dv leave by 16 bytes a thread, of each of the two consumers."""
+    for compiled in (_once(head_size), _backward("key_value", head_size)):
+        assert [name for name, _ in compiled.sass_positions("STG")] == ["STG.E.128"] * (2 * 2 * head_size // 16)
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -155,13 +155,21 @@ def _rows_producer(
 
 @gluon.jit
 def store_keys(
-    out_ptr, acc, first_row, key, valid, written, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr, layout: gl.constexpr
-):
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    acc = gl.where(valid[:, None], acc, 0.0)
+    out_ptr, acc, block, first_row, first, keys, rows_out, stride, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Store dk or dv of a consumer's 64 keys, `[64, D]` in `layout`, by way of a block of shared memory that nobody
+    else reads: 16 bytes a thread and whole rows at once, as `send_rows` does. Keys behind the user's last become zeros,
+    up to `rows_out`."""
+    exists = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < keys
+    tile = block.reshape([64, D])
+    tile.store(gl.where(exists[:, None], acc, 0.0).to(out_ptr.dtype.element_ty))
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    key = first + gl.arange(0, 64, layout=gl.SliceLayout(1, rows))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, rows))
     pointers = out_ptr + (first_row + key.to(gl.int64)) * stride
-    mask = written[:, None] & (column < HEAD_SIZE)[None, :]
-    gl.store(pointers[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (key < rows_out)[:, None] & (column < HEAD_SIZE)[None, :]
+    gl.store(pointers[:, None] + column[None, :], tile.load(rows), mask=mask)
 
 
 @gluon.jit
@@ -245,13 +253,11 @@ def _keys_consumer(
                 scores = warpgroup_mma_wait(0, deps=(scores_t,))
             stage = following
             phase = following_phase
-    key_row = first + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
     stride = key_heads * HEAD_SIZE
     base = key_head * HEAD_SIZE
-    store_keys(
-        dk_ptr + base, dk * scale, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide
-    )
-    store_keys(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
+    mine = first + WHO * 64
+    store_keys(dk_ptr + base, dk * scale, v_bufs.index(WHO), out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
+    store_keys(dv_ptr + base, dv, v_bufs.index(WHO), out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
 
 
 @gluon.jit

@@ -238,14 +238,11 @@ def _consumer(
             dq_t = _start_dq(0, ds_bufs, (total + 1) % 2, k_bufs, kh_bufs, zero_dq, D)
             dq = warpgroup_mma_wait(0, deps=(dq_t,))
             add_to_tile(work_ptr, dq, half, HALF)
-    key_heads = heads // group
-    key_row = first + WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
-    stride = key_heads * HEAD_SIZE
+    stride = heads // group * HEAD_SIZE
     base = key_head * HEAD_SIZE
-    store_keys(
-        dk_ptr + base, dk * scale, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide
-    )
-    store_keys(dv_ptr + base, dv, out_row, key_row, key_row < keys, key_row < rows_out, stride, D, HEAD_SIZE, wide)
+    mine = first + WHO * 64
+    store_keys(dk_ptr + base, dk * scale, v_bufs.index(WHO), out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
+    store_keys(dv_ptr + base, dv, v_bufs.index(WHO), out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
 
 
 SIZES = [
