@@ -74,7 +74,8 @@ def test_every_shape_has_a_tile() -> None:
                     # One block has 99 KiB on the smallest target, 163 KiB and more elsewhere; an outer sum's limit is
                     # H100's, compiled for in tests/compile.
                     tiles = [
-                        (_tiles.mix_tile(rows, cols, contracted, size), 99),
+                        (_tiles.mix_tile(rows, cols, contracted, size, False), 99),
+                        (_tiles.mix_tile(rows, cols, contracted, size, True), 163),
                         (_tiles.outer_tile(rows, cols, contracted, size, False), 99),
                         (_tiles.outer_tile(rows, cols, contracted, size, True), 227),
                         (_tiles.linear_tile(cols, contracted, size), 99),

@@ -62,6 +62,8 @@ _MIX = (
     Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=3, blocks=2), {"cols": 128}),
     Row(GemmTile(rows=64, cols=256, step=32, warps=4, stages=4, blocks=2)),
 )
+# One row of tiles reads x once: what counts is how many bytes are on their way.
+_MIX_LARGE_MEMORY = (*_MIX[:2], Row(GemmTile(rows=64, cols=256, step=64, warps=8, stages=4), {"rows": 64}), *_MIX[2:])
 # What it reads goes through L2 once for every tile: rows + cols per rows * cols of arithmetic, so large tiles.
 _OUTER = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4, blocks=2), {"rows": 64, "cols": 64}),
@@ -82,16 +84,18 @@ _LINEAR = (
 )
 
 
-def mix_tile(rows: int, cols: int, contracted: int, element_size: int) -> GemmTile:
-    """The tile of `out[b] = weight @ x[b]` for `rows x contracted` weights and `cols` columns of x."""
-    return _fit(pick(_MIX, rows=rows, cols=cols), contracted, element_size)
-
-
-def outer_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:
-    """The tile of `sum_b grad[b] @ x[b].T` for a `rows x cols` result, `contracted` terms in each b.
+def mix_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:
+    """The tile of `out[b] = weight @ x[b]` for `rows x contracted` weights and `cols` columns of x.
 
     `large_memory` is `_backend.has_large_shared_memory`.
     """
+    table = _MIX_LARGE_MEMORY if large_memory else _MIX
+    return _fit(pick(table, rows=rows, cols=cols), contracted, element_size)
+
+
+def outer_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:
+    """The tile of `sum_b grad[b] @ x[b].T` for a `rows x cols` result, `contracted` terms in each b; `large_memory` as
+    above."""
     table = _OUTER_FP32 if element_size > 2 else _OUTER if large_memory else _OUTER_SMALL_MEMORY
     return _fit(pick(table, rows=rows, cols=cols), contracted, element_size)
 

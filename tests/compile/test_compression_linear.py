@@ -47,7 +47,7 @@ def test_mix_on_hopper(dtype: str, has_user: bool, m: int, d: int) -> None:
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), f"*{dtype}")
     numbers = ["D", "weight_stride_m", "x_stride_b", "x_stride_k", "M", "K", "num_users", "tiles_m", "tiles_d"]
     signature = pointers | {"index_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
-    tile = _tiles.mix_tile(m, d, 866, 2)
+    tile = _tiles.mix_tile(m, d, 866, 2, True)
     constants = {"HAS_USER": has_user, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
     constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
