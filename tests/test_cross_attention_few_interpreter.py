@@ -178,8 +178,8 @@ def test_wrong_offsets_stay_inside(bad: int, monkeypatch: pytest.MonkeyPatch) ->
 @interpreted
 def test_which_calls_are_done_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule, on both paths."""
+    from ikbo_recsys.kernels import _attention_backward_hopper
     from ikbo_recsys.kernels import _attention_backward_launch as launch
-    from ikbo_recsys.kernels import _attention_hopper
     from ikbo_recsys.kernels._attention_plans import Backward
 
     def is_one_pass(problem: Any, path: str = "triton") -> bool:
@@ -190,7 +190,7 @@ def test_which_calls_are_done_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
     problem = make_problem(64, 64, 1, 5, (4, 2), 16, layout=LENGTHS, shuffled=True, dtype=torch.float16)[0]
     assert is_one_pass(problem)
-    monkeypatch.setattr(_attention_hopper, "backward_refusal", lambda *_: "users have few query rows")
+    monkeypatch.setattr(_attention_backward_hopper, "backward_refusal", lambda *_: "users have few query rows")
     assert is_one_pass(problem, "gluon")
     own = replace(problem, user_query=torch.randn(64, 2, 4, 16).half())
     assert "of their own" in str(launch.few_refusal(own))

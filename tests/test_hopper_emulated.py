@@ -195,12 +195,12 @@ ATTENTION = [
 def test_cross_attention(
     sizes: tuple, is_wide: bool, grouped: bool, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ikbo_recsys.kernels import _attention_hopper
+    from ikbo_recsys.kernels import _attention_backward_hopper, _attention_shares
     from tests.emulator import emulated
 
     # Tiles of 128 rows, and gradients by the Hopper kernels, for any number of rows and keys; or tiles of 64.
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: is_wide)
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: is_wide)
+    monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
     users, cands, seeds, rows, heads, size = sizes
     index = make_index(users, cands, grouped)
     lengths = torch.randint(1, rows + 1, (users,))
@@ -248,10 +248,10 @@ def test_cross_attention_largest_weights_are_not_rounded(
     head_size: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are 1, wherever in the history they are: a result that is one of them has but its own rounding."""
-    from ikbo_recsys.kernels import _attention_hopper
+    from ikbo_recsys.kernels import _attention_shares
     from tests.emulator import emulated
 
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: is_wide)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: is_wide)
     query = torch.zeros(2, 64, 1, head_size, dtype=FP16)
     key, value = (torch.zeros(1, 256, 1, head_size, dtype=FP16) for _ in range(2))
     query[..., 0] = 1 + torch.rand(2, 64, 1)
@@ -268,11 +268,11 @@ def test_cross_attention_largest_weights_are_not_rounded(
 @interpreted
 def test_cross_attention_saved_tensors_come_back_unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a buffer of many, for example: the gradients are the portable kernels', which read any address."""
-    from ikbo_recsys.kernels import _attention_hopper
+    from ikbo_recsys.kernels import _attention_backward_hopper, _attention_shares
     from tests.emulator import emulated
 
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: True)
+    monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
 
     def unaligned(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) if x.is_floating_point() else x

@@ -30,11 +30,10 @@ def test_in_a_process_of_its_own() -> None:
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one pass, for any number of rows and keys."""
-    from ikbo_recsys.kernels import _attention_backward_hopper, _attention_hopper
+    from ikbo_recsys.kernels import _attention_backward_hopper, _attention_shares
 
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "FEWEST_BLOCKS", 1)
 
 

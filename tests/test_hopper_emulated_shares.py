@@ -48,13 +48,13 @@ class Call:
 
     def run(self, shares: int, processors: int, seed: int = 0, backwards: bool = False) -> list[torch.Tensor]:
         """out and lse."""
-        from ikbo_recsys.kernels import _attention_hopper, _plan
+        from ikbo_recsys.kernels import _attention_hopper, _attention_shares, _plan
         from tests.emulator import emulated
 
         _plan.forget()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_attention_hopper, "shares", lambda problem, padded: shares)
-            patch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
+            patch.setattr(_attention_shares, "has_wide_tiles", lambda problem: True)
             with emulated(seed, EAGER[seed % 3], processors, backwards) as ran, kernels.use_backend("gluon"):
                 found = kernels.cross_attention(
                     self.query, self.key, self.value, self.index, return_lse=True, **self.options

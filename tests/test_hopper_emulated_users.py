@@ -35,10 +35,10 @@ SIZES = [
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_kinds_of_rows(sizes: tuple, grouped: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ikbo_recsys.kernels import _attention_hopper
+    from ikbo_recsys.kernels import _attention_backward_hopper
     from tests.emulator import emulated
 
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
     users, cands, seeds, own_rows, rows, heads, size = sizes
     index = make_index(users, cands, grouped)
     lengths = torch.randint(1, rows + 1, (users,))

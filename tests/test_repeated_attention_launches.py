@@ -7,7 +7,6 @@ import logging
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from ikbo_recsys import CandidateIndex
 from ikbo_recsys.kernels import (
     _attention_backward_hopper,
-    _attention_hopper,
+    _attention_shares,
     _plan,
     cross_attention,
     explain,
@@ -26,7 +25,7 @@ from ikbo_recsys.kernels import (
 )
 from tests import standin
 from tests.standin import StandIn, inside, outside
-from tests.test_repeated_launches import Call, check, make_index, train
+from tests.standin.calls import Call, check, make_index, train
 
 U, B, T = 9, 40, 70
 
@@ -35,14 +34,6 @@ U, B, T = 9, 40, 70
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the launch code needs it")
     standin.run_in_a_process_of_its_own(__file__, tmp_path)
-
-
-@pytest.fixture
-def gpu() -> Iterator[StandIn]:
-    installed = standin.install()
-    installed.fresh()
-    yield installed
-    _plan.forget()
 
 
 def make(gpu: StandIn, dtype: torch.dtype, seeds: int, heads: int = 2, size: int = 64) -> list[Tensor]:
@@ -109,7 +100,7 @@ def test_shared_tiles(gpu: StandIn) -> None:
 @inside
 def test_whole_numbers_as_scales(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are arguments as all scales are: Triton would compile an int into the kernel, for the others too."""
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
     (query, key, value), index = make(gpu, torch.float16, 128), make_index(gpu, U, B)
     grad = gpu.randn(B, 128, 2, 64)
     with use_backend("gluon"):
@@ -364,8 +355,7 @@ def test_gradients_in_one_pass(gpu: StandIn) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_gradients_in_one_pass_on_hopper(gpu: StandIn, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Other launches where only sums in a fixed order are allowed, whatever calls were before."""
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
-    monkeypatch.setattr(_attention_hopper, "fills_the_gpu", lambda problem: True)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "fills_the_gpu", lambda problem: True)
     monkeypatch.setattr(_attention_backward_hopper, "FEWEST_BLOCKS", 1)
     given, grad = make(gpu, torch.bfloat16, 64, size=size), gpu.randn(B, 64, 2, size, dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""Launches of the Hopper attention kernels where users have query rows of their own: see `_attention_hopper.py`.
+"""Launches of the Hopper attention kernels where users have query rows of their own: see `_attention_hopper.py` and
+`_attention_backward_hopper.py`.
 
 The names and the use are those there; outputs, log-sum-exps, deltas and gradients of queries are pairs, as in
 `_attention_both_launch.py`. Reasons to refuse a call are in `_attention_hopper.refusal`.
@@ -9,17 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ikbo_recsys.kernels._attention_backward_hopper import backward_launches, is_saved_ready
 from ikbo_recsys.kernels._attention_both_launch import Pair, queries
 from ikbo_recsys.kernels._attention_hopper import (
     BOX_ROWS,
     FORWARD_TILES,
     LOG2_E,
     adjacent_rows,
-    backward_launches,
     flat_query_strides,
     forward_launch,
     history_layout,
-    is_saved_ready,
     padded_size,
     result_layout,
     rows_layout,

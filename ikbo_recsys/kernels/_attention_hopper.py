@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.kernels import _attention_shares, _tuning
-from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, key_slots, new_delta, row_slots
+from ikbo_recsys.kernels._attention_launch import JAGGED, Problem, index_cache, row_slots
 from ikbo_recsys.kernels._attention_shares import (
     FEWEST_WIDE_ROWS,
     LAST_ROUND,
@@ -22,7 +22,6 @@ from ikbo_recsys.kernels._attention_shares import (
     TILE_ROWS,
     WHOLE,
     Merge,
-    has_wide_tiles,
     new_flags,
     slots,
     state,
@@ -35,7 +34,6 @@ from ikbo_recsys.kernels._tma import TensorLayout, launch
 LOG2_E = 1.4426950408889634
 BOX_ROWS = 64
 BLOCK_KEYS = 128
-_FEWEST_BLOCKS = 96
 SHARED_REGISTERS = 128
 """Of a thread, before consumers take some of the producer's, where two thread blocks share a multiprocessor."""
 TABLE_BLOCK, _TABLE_STEP = 16, 16
@@ -77,8 +75,6 @@ def padded_size(head_size: int) -> int:
 # By padded head size.
 FORWARD_TILES = {64: HopperTile(128, 4, 232, 40), 128: HopperTile(128, 2, 232, 40)}
 NARROW_TILES = {64: HopperTile(128, 2, 216, 40, consumers=1), 128: HopperTile(64, 2, 216, 40, consumers=1)}
-BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 6, 232, 40), 128: HopperTile(BOX_ROWS, 4, 232, 40)}
-BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 
 
 def type_refusal(dtype: torch.dtype, head_size: int) -> str | None:
@@ -190,7 +186,7 @@ def adjacent_rows(problem: Problem) -> bool:
 
 def forward_tile(problem: Problem, padded: int, way: int) -> HopperTile:
     """Of the forward kernel where blocks share tiles in a way: only those of 128 rows are shared."""
-    is_narrow = way == WHOLE and not has_wide_tiles(problem)
+    is_narrow = way == WHOLE and not _attention_shares.has_wide_tiles(problem)
     return (NARROW_TILES if is_narrow else FORWARD_TILES)[padded]
 
 
@@ -297,105 +293,3 @@ class Forward:
             if self._merge is not None:
                 self._merge(problem, room[0], out, lse, table)
         return out, lse
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
-def backward_refusal(problem: Problem, out: Tensor, grad: Tensor) -> str | None:
-    """Why the backward kernels cannot take the call, or are slower, or None, beyond what `refusal` says."""
-    if not has_wide_tiles(problem):
-        return f"users have fewer than {FEWEST_WIDE_ROWS} query rows"
-    if not is_saved_ready(problem, out):
-        return "a saved tensor came back unaligned"
-    if not adjacent_rows(problem) or flat_query_strides(problem.query) is None:
-        return "query rows of one user are not adjacent"
-    if not is_tma_ready(grad) or flat_query_strides(grad) is None:
-        return "the rows of the gradient are not adjacent and aligned"
-    return None
-
-
-def is_saved_ready(problem: Problem, *outs: Tensor) -> bool:
-    """Whether saved tensors still are what `refusal` asks for: hooks may have put them elsewhere."""
-    queries = (problem.query,) if problem.user_query is None else (problem.query, problem.user_query)
-    return all(map(is_tma_ready, (*queries, problem.key, problem.value, *outs)))
-
-
-def fills_the_gpu(problem: Problem) -> bool:
-    """Whether blocks of keys are enough without splitting the query rows, which only the portable kernel does."""
-    return key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2] >= _FEWEST_BLOCKS
-
-
-def backward_launches(
-    kernels: tuple[Any, Any], problem: Problem, padded: int, has_grad_lse: bool
-) -> tuple[Launch, Launch]:
-    """Of one of the two kernels for delta and dq, and of the one for dk and dv that belongs to it."""
-    query = problem.query
-    heads, is_jagged = query.shape[2], problem.layout == JAGGED
-    common = {"D": padded, "HEAD_SIZE": query.shape[3], "PERMUTED": problem.permutation is not None}
-    tile = BACKWARD_QUERY_TILES[padded]
-    of_query = Launch(
-        kernels[0],
-        problem.index_key(),
-        min(multiprocessors(query.device), row_slots(problem, TILE_ROWS) * heads),
-        {**common, "STAGES": tile.stages, "JAGGED": is_jagged, "GRAD_LSE": has_grad_lse, **tile.registers()},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    tile = BACKWARD_TILES[padded]
-    of_key_value = Launch(
-        kernels[1],
-        problem.index_key(),
-        key_slots(problem, BLOCK_KEYS) * problem.key.shape[-2],
-        {**common, "STAGES": tile.stages, "KV_LAYOUT": problem.layout, **tile.registers()},
-        num_warps=4,
-        launch_pdl=True,
-    )
-    return of_query, of_key_value
-
-
-class Backward:
-    """The launches for delta and dq, and for dk and dv, for problems and gradients that differ from these in their
-    addresses only."""
-
-    def __init__(self, problem: Problem, grad: Tensor, has_grad_lse: bool) -> None:
-        from ikbo_recsys.kernels._gluon.cross_attention_backward import attention_backward_key_value
-        from ikbo_recsys.kernels._gluon.cross_attention_backward_query import attention_backward_query
-
-        query, key = problem.query, problem.key
-        heads, head_size = query.shape[2:]
-        padded = padded_size(head_size)
-        rows = [rows_layout(x, padded) for x in (query, grad)]
-        history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
-        self._layouts_query = (*rows, result_layout(query.shape, padded), *history)
-        self._layouts_key_value = (*rows, *history)
-        self._sizes, self._of_query = problem.sizes(), Room(query.shape, query.dtype, query.device)
-        self._of_key = Room(key.shape, key.dtype, key.device)
-        self._numbers = (heads, problem.group, problem.scale * LOG2_E, problem.scale)
-        kernels = (attention_backward_query, attention_backward_key_value)
-        self._launch_query, self._launch_key_value = backward_launches(kernels, problem, padded, has_grad_lse)
-
-    def query(
-        self, problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """dq, contiguous, and delta."""
-        query = problem.query
-        heads, group, qk_scale, scale = self._numbers
-        delta = new_delta(lse, grad_lse)
-        with device_guard(query):
-            dq = self._of_query()
-            bases = (query, grad, out, problem.key, problem.value)
-            pointers = (lse, delta, dq, shared_table(problem), problem.index_pointers()[1])
-            numbers = (qk_scale, scale, heads, group, query.shape[1])
-            launch(self._launch_query, self._layouts_query, bases, (*pointers, *numbers))
-        return dq, delta
-
-    def key_value(self, problem: Problem, lse: Tensor, delta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """dk and dv, contiguous."""
-        key = problem.key
-        with device_guard(key):
-            dk, dv = self._of_key(), self._of_key()
-            bases = (problem.query, grad, key, problem.value)
-            rest = (lse, delta, dk, dv, *problem.index_pointers(), *self._sizes, *self._numbers)
-            launch(self._launch_key_value, self._layouts_key_value, bases, rest)
-        return dk, dv

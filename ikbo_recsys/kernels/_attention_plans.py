@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys.candidate_index import CandidateIndex
-from ikbo_recsys.kernels import _attention_backward_hopper as hopper_once
+from ikbo_recsys.kernels import _attention_backward_hopper as hopper_backward
 from ikbo_recsys.kernels import _attention_backward_launch as portable_backward
 from ikbo_recsys.kernels import _attention_both_hopper as both_hopper
 from ikbo_recsys.kernels import _attention_both_launch as both_portable
@@ -170,12 +170,12 @@ class Backward:
         self, problem: Problem, out: Any, grad: Any, needs: tuple[Any, bool, bool], path: str, has_grad_lse: bool
     ) -> None:
         is_both = problem.user_query is not None
-        on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper, portable_backward)
+        on_hopper, anywhere = (both_hopper, both_portable) if is_both else (hopper_backward, portable_backward)
         need_dq, need_dk, need_dv = needs
         fits = path == "gluon" and on_hopper.backward_refusal(problem, out, grad) is None
         self._in_one_pass: Any = None
-        if fits and hopper_once.one_pass(problem, needs):
-            self._in_one_pass = hopper_once.OnePass(problem, grad, has_grad_lse)
+        if fits and hopper_backward.one_pass(problem, needs):
+            self._in_one_pass = hopper_backward.OnePass(problem, grad, has_grad_lse)
             return
         if not fits and portable_backward.few_refusal(problem) is None:
             self._in_one_pass = portable_backward.BackwardFew(problem, grad, needs, has_grad_lse)
@@ -189,7 +189,7 @@ class Backward:
         else:
             self._query = anywhere.BackwardQuery(problem, grad, need_dq, has_grad_lse)
         self._key_value: Any = None
-        if by_hopper is not None and (need_dk or need_dv) and hopper.fills_the_gpu(problem):
+        if by_hopper is not None and (need_dk or need_dv) and hopper_backward.fills_the_gpu(problem):
             self._key_value = by_hopper.key_value
         elif need_dk or need_dv:
             self._key_value = anywhere.BackwardKeyValue(problem, grad, need_dk, need_dv)

@@ -67,7 +67,7 @@ def _descriptors(kernel: Any, rows: str, keys: str) -> dict[str, str]:
 
 def _backward(name: str, head_size: int, dtype: str = "bf16", both: bool = False, **how: Any) -> Compiled:
     """The kernel for "query" or for "key_value"."""
-    from ikbo_recsys.kernels import _attention_hopper as hopper
+    from ikbo_recsys.kernels import _attention_backward_hopper as hopper
     from ikbo_recsys.kernels._gluon import cross_attention_backward, cross_attention_backward_query
 
     module = cross_attention_backward_query if name == "query" else cross_attention_backward

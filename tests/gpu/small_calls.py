@@ -13,10 +13,9 @@ from unittest import mock
 import torch
 
 from ikbo_recsys import CandidateIndex
-from ikbo_recsys.kernels import _attention_backward_hopper as once
+from ikbo_recsys.kernels import _attention_backward_hopper as backward_hopper
 from ikbo_recsys.kernels import _attention_backward_launch as few
-from ikbo_recsys.kernels import _attention_hopper as hopper
-from ikbo_recsys.kernels import _plan, compression_linear, linear, segment_sum
+from ikbo_recsys.kernels import _attention_shares, _plan, compression_linear, linear, segment_sum
 from ikbo_recsys.kernels._attention_launch import Problem
 from ikbo_recsys.kernels._backend import hopper_refusal, use_backend
 from tests.gpu import test_compression_linear, test_linear
@@ -73,9 +72,9 @@ def call_attention_by_hopper() -> None:
         say(f"tiles of {128 if is_wide else 64} rows, gradients in {'one pass' if is_once else 'two'}")
         asked = functools.partial(wants_one_pass, is_once)
         with (
-            mock.patch.object(hopper, "has_wide_tiles", return_value=is_wide),
-            mock.patch.object(hopper, "fills_the_gpu", return_value=True),
-            mock.patch.object(once, "one_pass", asked),
+            mock.patch.object(_attention_shares, "has_wide_tiles", return_value=is_wide),
+            mock.patch.object(backward_hopper, "fills_the_gpu", return_value=True),
+            mock.patch.object(backward_hopper, "one_pass", asked),
         ):
             _plan.forget()
             call_cross_attention()

@@ -21,7 +21,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     why = _backend.hopper_refusal(torch.device("cuda", 0))
     if why is not None:
         pytest.skip(why)
-    monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: True)
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: True)
     with kernels.use_backend("gluon"):
         yield
     _plan.forget()

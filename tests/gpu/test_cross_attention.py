@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex, kernels
-from ikbo_recsys.kernels import _attention_hopper, _backend, _plan
+from ikbo_recsys.kernels import _attention_shares, _backend, _plan
 from tests import twins
 from tests.cases import relative_error
 
@@ -24,7 +24,7 @@ def backend_of(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if backend == "gluon":
         if _backend.hopper_refusal(torch.device("cuda", 0)) is not None:
             pytest.skip(str(_backend.hopper_refusal(torch.device("cuda", 0))))
-        monkeypatch.setattr(_attention_hopper, "has_wide_tiles", lambda problem: path == backend)
+        monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: path == backend)
     _plan.forget()
     with _backend.use_backend(backend):
         yield backend
