@@ -1,14 +1,18 @@
-"""Shared by all tests: seeds of their own, few threads where several test processes run."""
+"""Shared by all tests: seeds of their own, few threads where several test processes run, a GPU that is not there."""
 
 from __future__ import annotations
 
 import functools
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.standin import StandIn
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -34,3 +38,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     if _launch._empty_strided_cuda is not None:
         quick = functools.partial(poisoned, _launch._empty_strided_cuda)
         monkeypatch.setattr(_launch, "_empty_strided_cuda", quick)
+
+
+@pytest.fixture
+def gpu() -> Iterator[StandIn]:
+    """The GPU that is not there (`tests/standin`), with nothing remembered of earlier calls."""
+    from ikbo_recsys.kernels import _plan
+    from tests import standin
+
+    installed = standin.install()
+    installed.fresh()
+    yield installed
+    _plan.forget()

@@ -13,7 +13,7 @@ import torch
 from ikbo_recsys.kernels import _plan, _tuning, compression_linear, cross_attention, use_backend
 from tests import standin
 from tests.standin import StandIn, inside, outside
-from tests.test_repeated_launches import make_index
+from tests.standin.calls import make_index
 
 
 @outside
