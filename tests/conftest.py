@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from tests.standin import StandIn
 
+# Its assertions say what they compared, as those of test files do.
+pytest.register_assert_rewrite("tests.standin.calls")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -34,6 +34,25 @@ def test_mix(target: str, dtype: str) -> None:
     compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_mix_with_the_most_shared_memory(target: str) -> None:
+    """The tile for few outputs fits into the 163 KiB that an A100's block can have."""
+    from ikbo_recsys.kernels import _tiles
+    from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
+
+    tile = _tiles.mix_tile(40, 256, 866, 2, True)
+    strides = ["weight_stride_m", "x_stride_b", "x_stride_k"]
+    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), "*fp16")
+    signature = pointers | {"index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
+    constants = {"HAS_USER": True, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
+    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    aligned = ["D", *strides, *pointers]
+    compiled = compile_kernel(mix_kernel, signature, constants, target=target, aligned=aligned, **options)
+    assert_fits(compiled, 163 * 1024)
+    assert_no_spills(compiled)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("has_user", [False, True])
 @pytest.mark.parametrize(("m", "d"), [(433, 256), (262, 200), (40, 256), (433, 64)])

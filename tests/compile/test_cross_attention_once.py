@@ -98,7 +98,8 @@ def test_hopper_backward_once_keeps_its_loop_in_registers(head_size: int) -> Non
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_hopper_backward_stores_whole_rows(head_size: int) -> None:
     """dk and dv leave by 16 bytes a thread, of each of the two consumers."""
-    for compiled in (_once(head_size), _backward("key_value", head_size)):
+    in_two = [_backward("key_value", head_size, both=both) for both in (False, True)]
+    for compiled in (_once(head_size), *in_two):
         assert [name for name, _ in compiled.sass_positions("STG")] == ["STG.E.128"] * (2 * 2 * head_size // 16)
 
 

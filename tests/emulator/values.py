@@ -230,6 +230,8 @@ class Shared:
     def store(self, value: Any) -> None:
         self.memory.copy_(raw(value))
         self.dirty.fill_(_writer())
+        # Others may store to the same place before it is read.
+        _pause()
 
     def read_by_hardware(self) -> Tensor:
         """What TMA and wgmma see: ordinary stores only after their fence."""
@@ -274,6 +276,14 @@ class Beside:
 
     def read_by_hardware(self) -> Tensor:
         return torch.cat([block.read_by_hardware() for block in self._blocks], 1)
+
+
+def _pause() -> None:
+    """Let other partitions run, if this is one."""
+    from tests.emulator import language
+
+    if language._block is not None and language._block.scheduler.current is not None:
+        language._block.scheduler.pause()
 
 
 def _writer() -> int:
