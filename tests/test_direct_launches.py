@@ -4,7 +4,6 @@ launchers; on a GPU that is not there (`tests/standin`).
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
@@ -18,7 +17,7 @@ import torch
 from ikbo_recsys.kernels import _backend, _direct, _plan, compression_linear, linear, segment_sum, use_backend
 from tests import standin
 from tests.standin import Launch, StandIn, inside, outside
-from tests.standin.calls import Call, first, make, make_index, train
+from tests.standin.calls import Call, assert_nothing_is_kept, first, make, make_index, train
 
 
 @outside
@@ -43,10 +42,7 @@ def test_no_tensor_is_kept(gpu: StandIn, path: str) -> None:
 
     gpu.elsewhere = 0
     with use_backend(path):
-        for _ in range(3):
-            watched = call()
-            gc.collect()
-            assert [watch() for watch in watched] == [None] * len(watched)
+        assert_nothing_is_kept(call)
 
 
 @inside

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import struct
 import threading
@@ -25,7 +24,7 @@ from ikbo_recsys.kernels import (
 )
 from tests import standin
 from tests.standin import StandIn, inside, outside
-from tests.standin.calls import Call, check, make_index, train
+from tests.standin.calls import Call, assert_nothing_is_kept, check, make_index, train
 
 U, B, T = 9, 40, 70
 
@@ -218,10 +217,7 @@ def test_no_tensor_is_kept(gpu: StandIn, path: str, seeds: int) -> None:
         return [weakref.ref(x) for x in (query, key, value, index.to_user, valid, out, query.grad, key.grad)]
 
     with use_backend(path):
-        for _ in range(3):
-            watched = call()
-            gc.collect()
-            assert [watch() for watch in watched] == [None] * len(watched)
+        assert_nothing_is_kept(call)
 
 
 @inside

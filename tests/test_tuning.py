@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,10 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    installed = standin.install()
-    installed.fresh()
+def gpu(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The one of all tests, on which no choice is remembered either."""
     monkeypatch.setattr(_tuning, "_chosen", {})
-    yield installed
-    _plan.forget()
+    return gpu
 
 
 @pytest.fixture

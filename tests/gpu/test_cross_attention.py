@@ -98,6 +98,22 @@ class Call:
         )
         return [*out[:2], *(x[self.valid] for x in out[2:])] if self.key.dim() == 3 else out
 
+    def gradients_with_log_sum_exp(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Of query, key and value where the log-sum-exp has a gradient, too, but for users without history: ours, and
+        exact ones of the padded operands."""
+        to_user = self.index.to_user
+        has_keys = (self.lengths[to_user] > 0)[:, None, None]
+        leaves = [x.detach().requires_grad_() for x in (self.query, self.key, self.value)]
+        outs = kernels.cross_attention(*leaves, self.index, return_lse=True, **self.options)
+        grad_lse = torch.randn_like(outs[1]) * has_keys
+        found = torch.autograd.grad(outs, leaves, (self.grad, grad_lse))
+        exact = [x.double().requires_grad_() for x in (self.query, *self.padded)]
+        with torch.device("cuda"):
+            lse = twins.log_sum_exp(*exact[:2], to_user, self.lengths)
+        loss = (_twin(*exact, to_user, self.lengths, self.scale) * self.grad).sum()
+        loss = loss + (lse.masked_fill(~has_keys, 0) * grad_lse).sum()
+        return found, torch.autograd.grad(loss, exact)
+
     def check(self) -> None:
         expected, theirs = self.twin(torch.float64), self.twin(self.query.dtype)
         for name, ours, torchs, exact in zip(("out", "dq", "dk", "dv"), self.ours(), theirs, expected, strict=True):

@@ -12,7 +12,6 @@ from torch import Tensor
 from ikbo_recsys import CandidateIndex, kernels
 from ikbo_recsys.kernels import _attention_backward_launch as launch
 from ikbo_recsys.kernels import _backend, _plan
-from tests import twins
 from tests.cases import relative_error
 from tests.gpu.test_cross_attention import BF16, FP16, Call, _with_gradients
 
@@ -101,18 +100,7 @@ def test_gradients_are_deterministic(counts: Tensor | None) -> None:
 @pytest.mark.parametrize("counts", [None, UNEVEN])
 def test_gradient_of_the_log_sum_exp(counts: Tensor | None) -> None:
     call = make(1, (4, 2), 64, counts)
-    to_user = call.index.to_user
-    has_keys = (call.lengths[to_user] > 0)[:, None, None]
-    leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
-    outs = kernels.cross_attention(*leaves, call.index, return_lse=True, **call.options)
-    grad_lse = torch.randn_like(outs[1]) * has_keys
-    found = torch.autograd.grad(outs, leaves, (call.grad, grad_lse))
-    exact = [x.double().requires_grad_() for x in (call.query, *call.padded)]
-    with torch.device("cuda"):
-        out = twins.cross_attention(*exact, to_user, call.lengths)
-        lse = twins.log_sum_exp(*exact[:2], to_user, call.lengths)
-    loss = (out * call.grad).sum() + (lse.masked_fill(~has_keys, 0) * grad_lse).sum()
-    for got, want in zip(found, torch.autograd.grad(loss, exact), strict=True):
+    for got, want in zip(*call.gradients_with_log_sum_exp(), strict=True):
         assert relative_error(got, want) < 2e-3
 
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ikbo_recsys import kernels
 from ikbo_recsys.kernels import _attention_backward_hopper
-from tests import twins
 from tests.cases import relative_error
-from tests.gpu.test_cross_attention import BF16, FP16, Call, _twin, backend_of
+from tests.gpu.test_cross_attention import BF16, FP16, Call, backend_of
 
 
 @pytest.fixture
@@ -52,16 +50,6 @@ def test_gradients_in_one_pass_of_many_blocks(ways: list[str], size: int) -> Non
 
 def test_gradients_in_one_pass_of_the_log_sum_exp(ways: list[str]) -> None:
     call = Call(5, 37, 64, 301, (4, 2), 128, dtype=BF16)
-    has_keys = (call.lengths[call.index.to_user] > 0)[:, None, None]
-    leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
-    outs = kernels.cross_attention(*leaves, call.index, return_lse=True, **call.options)
-    grad_lse = torch.randn_like(outs[1]) * has_keys
-    found = torch.autograd.grad(outs, leaves, (call.grad, grad_lse))
-    exact = [x.double().requires_grad_() for x in (call.query, *call.padded)]
-    with torch.device("cuda"):
-        lse = twins.log_sum_exp(*exact[:2], call.index.to_user, call.lengths)
-    loss = (_twin(*exact, call.index.to_user, call.lengths, None) * call.grad).sum()
-    loss = loss + (lse.masked_fill(~has_keys, 0) * grad_lse).sum()
-    for ours, true in zip(found, torch.autograd.grad(loss, exact), strict=True):
+    for ours, true in zip(*call.gradients_with_log_sum_exp(), strict=True):
         assert relative_error(ours, true) < torch.finfo(BF16).eps
     assert ways == ["once"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +63,11 @@ def check(gpu: StandIn, calls: dict[str, Call], launches: int | None = None) -> 
         assert gpu.launches(calls[name]) == expected[name], name
     assert [gpu.launches(call) for call in calls.values()] == list(expected.values())
     return expected
+
+
+def assert_nothing_is_kept(call: Callable[[], list[weakref.ref[Any]]]) -> None:
+    """Repeated calls, too, let go of all tensors that they watch."""
+    for _ in range(3):
+        watched = call()
+        gc.collect()
+        assert [watch() for watch in watched] == [None] * len(watched)

@@ -307,6 +307,12 @@ def store_rows(
     gl.store(pointers, out, mask=mask)
 
 
+@gluon.constexpr_function
+def whole_rows(columns):
+    """A layout of four warps for 16-bit values: a thread has 16 bytes, and its neighbours the rest of the row."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // columns, columns // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def send_rows(
     out_ptr, permutation_ptr, tile, row, end, head, heads, seeds, D: gl.constexpr, HEAD_SIZE: gl.constexpr,
@@ -315,7 +321,7 @@ def send_rows(
     """`store_rows` of what is in shared memory `[64, D]`: 16 bytes a thread and whole rows at once, where the
     accumulator's layout has 4 bytes a thread and half sectors. Aligned, since the output is contiguous and head sizes
     are multiples of 8."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = whole_rows(D)
     # Otherwise each thread looks up its 8 rows, and for want of registers one after the other.
     pointers, mask = row_pointers(
         out_ptr, permutation_ptr, row, end, head, heads, seeds, layout, D, HEAD_SIZE, PERMUTED, True

@@ -19,7 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, row_places, turn_pass, turn_wait, whole_row, zero_rows
+from ikbo_recsys.kernels._gluon._attention_parts import (
+    advance,
+    row_places,
+    turn_pass,
+    turn_wait,
+    whole_row,
+    whole_rows,
+    zero_rows,
+)
 from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 
 CONSUMER_KEYS = 64
@@ -164,7 +172,7 @@ def store_keys(
     exists = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < keys
     tile = block.reshape([64, D])
     tile.store(gl.where(exists[:, None], acc, 0.0).to(out_ptr.dtype.element_ty))
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    rows: gl.constexpr = whole_rows(D)
     key = first + gl.arange(0, 64, layout=gl.SliceLayout(1, rows))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, rows))
     pointers = out_ptr + (first_row + key.to(gl.int64)) * stride

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, turn_pass, turn_wait
+from ikbo_recsys.kernels._gluon._attention_parts import advance, turn_pass, turn_wait, whole_rows
 from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 from ikbo_recsys.kernels._gluon.cross_attention_backward import (
     clamped,
@@ -113,7 +113,7 @@ def _rows_producer(
 @gluon.jit
 def _zero_keys(block, keys, COLUMNS: gl.constexpr):
     """Make the rows of keys that do not exist zeros: dq of all rows would have what stands there, as 0 * NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = whole_rows(COLUMNS)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     block = block.reshape([64, COLUMNS])
     there = block.load(layout)
