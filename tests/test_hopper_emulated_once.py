@@ -15,11 +15,14 @@ pytest.importorskip("triton.experimental.gluon")
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-KERNELS = ["attention_forward", "attention_backward_once"]
 FP16, BF16 = torch.float16, torch.bfloat16
 CASES = [(sizes, True, BF16 if sizes[5] == 128 else FP16) for sizes in ATTENTION]
 # Of candidates in any order where a user's rows are adjacent: those of others are the portable kernels'.
 CASES += [(sizes, False, BF16) for sizes in ATTENTION if sizes[2] % 64 == 0]
+
+
+def kernels_of(size: int) -> list[str]:
+    return ["attention_forward", "attention_backward_staying" if size <= 64 else "attention_backward_once"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -65,7 +68,7 @@ def test_gradients(sizes: tuple, grouped: bool, dtype: torch.dtype, layout: str)
     with emulated(seeds, EAGER[users % 3], 3, backwards=grouped) as ran, kernels.use_backend("gluon"):
         out, lse = kernels.cross_attention(*leaves, index, return_lse=True, **options)
         found = torch.autograd.grad((out, lse) if grouped else out, leaves, (grad, grad_lse) if grouped else grad)
-    assert ran == KERNELS
+    assert ran == kernels_of(size)
 
     exact = [x.double().requires_grad_() for x in (query, *history.unbind(2))]
     loss = (twins.cross_attention(*exact, index.to_user, lengths) * grad.double()).sum()
@@ -100,7 +103,7 @@ def test_nan_of_one_user_is_its_own(size: int, eager: float) -> None:
         with emulated(size, eager, 3) as ran, kernels.use_backend("gluon"):
             out = kernels.cross_attention(*inputs, index, kv_offsets=offsets)
             found.append(torch.autograd.grad(out, inputs, grad))
-        assert ran == KERNELS
+        assert ran == kernels_of(size)
     (dq, dk, dv), (dq_beside, dk_beside, dv_beside) = found
     assert torch.equal(dq[3:], dq_beside[3:])
     assert dq_beside[:3].isnan().all()
@@ -124,7 +127,8 @@ def test_only_where_it_may() -> None:
                 torch.use_deterministic_algorithms(deterministic)
                 inputs = [*leaves[:needed], *(x.detach() for x in leaves[needed:])]
                 torch.autograd.grad(kernels.cross_attention(*inputs, index), leaves[:needed], grad)
-                assert ran == (KERNELS if needed == 3 and not deterministic else [KERNELS[0], *others])
+                expected = kernels_of(64) if needed == 3 and not deterministic else ["attention_forward", *others]
+                assert ran == expected
                 ran.clear()
     finally:
         torch.use_deterministic_algorithms(before)

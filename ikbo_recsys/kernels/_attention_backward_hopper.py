@@ -30,12 +30,12 @@ from ikbo_recsys.kernels._attention_shares import FEWEST_WIDE_ROWS, TILE_ROWS, k
 from ikbo_recsys.kernels._backend import multiprocessors
 from ikbo_recsys.kernels._launch import Room, device_guard, is_tma_ready
 from ikbo_recsys.kernels._plan import Launch
-from ikbo_recsys.kernels._tma import launch
+from ikbo_recsys.kernels._tma import TensorLayout, launch
 
 # By padded head size.
 BACKWARD_QUERY_TILES = {64: HopperTile(BOX_ROWS, 6, 232, 40), 128: HopperTile(BOX_ROWS, 4, 232, 40)}
 BACKWARD_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
-ONE_PASS_TILES = {64: HopperTile(BLOCK_KEYS, 4, 240, 24), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
+ONE_PASS_TILES = {64: HopperTile(BLOCK_KEYS, 4, 232, 40), 128: HopperTile(BLOCK_KEYS, 3, 240, 24)}
 _FEWEST_IN_ALL = 96
 """Blocks of 128 keys, those of all users and key heads, that fill a GPU."""
 FEWEST_BLOCKS = 6
@@ -167,6 +167,7 @@ class OnePass:
 
     def __init__(self, problem: Problem, grad: Tensor, has_grad_lse: bool) -> None:
         from ikbo_recsys.kernels._gluon.cross_attention_backward_once import attention_backward_once
+        from ikbo_recsys.kernels._gluon.cross_attention_backward_staying import attention_backward_staying
         from ikbo_recsys.kernels._triton.cross_attention_backward_once import finish_once, prepare_once
 
         query, key = problem.query, problem.key
@@ -174,21 +175,29 @@ class OnePass:
         padded = padded_size(head_size)
         tile, tiles = ONE_PASS_TILES[padded], row_slots(problem, BOX_ROWS)
         device = query.device
+        self._stays = padded == 64
         self._work = Room((heads, tiles, BOX_ROWS * padded), torch.float32, device)
+        self._counter = Room((1,), torch.int32, device)
         self._dq, self._dk = Room(query.shape, query.dtype, device), Room(key.shape, key.dtype, device)
         rows = [rows_layout(x, padded) for x in (query, grad)]
         history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
-        self._layouts = (*rows, *history, history_layout(key, problem.layout, BOX_ROWS, padded // 2))
-        self._prepared = (query.shape[0] * query.shape[1], heads, *rows[1].strides[:2])
+        blocks = key_slots(problem, BLOCK_KEYS) * key.shape[-2]
+        self._layouts: tuple[TensorLayout, ...] = (*rows, *history)
         self._numbers = (*problem.sizes(), heads, problem.group, problem.scale * LOG2_E, problem.scale)
+        kernel, grid = attention_backward_once, blocks
+        if self._stays:
+            self._layouts += (history_layout(key, problem.layout, BOX_ROWS, padded // 2),)
+            self._numbers = (blocks, *self._numbers)
+            kernel, grid = attention_backward_staying, min(blocks, multiprocessors(device))
+        self._prepared = (query.shape[0] * query.shape[1], heads, *rows[1].strides[:2])
         self._finished = (*problem.sizes()[:3], heads, problem.scale)
         common = {"HEAD_SIZE": head_size, "D": padded}
         is_permuted = problem.permutation is not None
         self._prepare = Launch(prepare_once, None, tiles * heads, {**common, "GRAD_LSE": has_grad_lse}, num_warps=4)
         self._launch = Launch(
-            attention_backward_once,
+            kernel,
             problem.index_key(),
-            key_slots(problem, BLOCK_KEYS) * key.shape[-2],
+            grid,
             {
                 **common,
                 **{"STAGES": tile.stages, "KV_LAYOUT": problem.layout, "PERMUTED": is_permuted},
@@ -210,9 +219,12 @@ class OnePass:
         offsets, permutation, kv = problem.index_pointers()
         with device_guard(query):
             work, dq, dk, dv = self._work(), self._dq(), self._dk(), self._dk()
-            self._prepare((out, grad, delta, work, *self._prepared))
-            bases = (query, grad, key, problem.value, key)
-            rest = (lse, delta, dk, dv, work, offsets, permutation, kv, *self._numbers)
-            launch(self._launch, self._layouts, bases, rest)
+            counter = self._counter() if self._stays else None
+            self._prepare((out, grad, delta, work, counter, *self._prepared))
+            bases: tuple[Tensor, ...] = (query, grad, key, problem.value)
+            rest: tuple[Any, ...] = (lse, delta, dk, dv, work)
+            if self._stays:
+                bases, rest = (*bases, key), (*rest, counter)
+            launch(self._launch, self._layouts, bases, (*rest, offsets, permutation, kv, *self._numbers))
             self._finish((work, dq, offsets, permutation, *self._finished))
         return dq, dk, dv

@@ -21,6 +21,7 @@ from tests.compile.helper import (
 POINTERS = {
     **{"lse_ptr": "*fp32", "ulse_ptr": "*fp32", "delta_ptr": "*fp32", "udelta_ptr": "*fp32"},
     **{"table_ptr": "*i32", "offsets_ptr": "*i32", "kv_ptr": "*i32", "state_ptr": "*fp32", "flags_ptr": "*i32"},
+    **{"work_ptr": "*fp32", "counter_ptr": "*i32"},
 }
 
 

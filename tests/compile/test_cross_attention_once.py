@@ -22,7 +22,7 @@ INDICES = ("permutation_ptr", "offsets_ptr", "kv_ptr")
 
 
 def _compiled(kernel: Any, constexprs: dict[str, Any], descriptors: dict[str, str], dtype: str) -> Compiled:
-    signature = _signature(kernel, dtype, constexprs) | descriptors | {"work_ptr": "*fp32"}
+    signature = _signature(kernel, dtype, constexprs) | descriptors
     aligned = [name for name in signature if name.endswith("_ptr") and name not in INDICES]
     return compile_kernel(kernel, signature, constexprs, aligned=aligned, num_warps=4)
 
@@ -30,8 +30,10 @@ def _compiled(kernel: Any, constexprs: dict[str, Any], descriptors: dict[str, st
 @cache
 def _once(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
     from ikbo_recsys.kernels._attention_backward_hopper import ONE_PASS_TILES
-    from ikbo_recsys.kernels._gluon.cross_attention_backward_once import attention_backward_once as kernel
+    from ikbo_recsys.kernels._gluon.cross_attention_backward_once import attention_backward_once
+    from ikbo_recsys.kernels._gluon.cross_attention_backward_staying import attention_backward_staying
 
+    kernel = attention_backward_staying if head_size == 64 else attention_backward_once
     tile = ONE_PASS_TILES[head_size]
     constexprs = {
         **{"D": head_size, "HEAD_SIZE": head_size, "STAGES": tile.stages, "KV_LAYOUT": 2, "PERMUTED": False},
@@ -39,7 +41,7 @@ def _once(head_size: int, dtype: str = "bf16", **how: Any) -> Compiled:
         **how,
     }
     rows, keys = descriptor(dtype, [64, 1, head_size]), descriptor(dtype, [1, 64, 1, head_size])
-    halves = {"kh_desc": descriptor(dtype, [1, 64, 1, head_size // 2])}
+    halves = {"kh_desc": descriptor(dtype, [1, 64, 1, head_size // 2])} if head_size == 64 else {}
     return _compiled(kernel, constexprs, _descriptors(kernel, rows, keys) | halves, dtype)
 
 

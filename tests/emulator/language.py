@@ -134,7 +134,7 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
         if named[1] == "sync":
             _block.scheduler.pause(lambda: barrier.generation > mine, f"named barrier {named[2]}")
         return args[0]
-    if re.search(r"bar\.arrive \d+, 128;", asm):  # whoever arrives is all who are waited for
+    if re.search(r"bar\.(arrive|sync) \d+, 128;", asm):  # whoever arrives is all who are waited for
         return args[0]
     if asm.startswith("griddepcontrol."):
         if asm.startswith("griddepcontrol.wait"):

@@ -81,6 +81,12 @@ def turn_pass(WHO: gl.constexpr, FIRST: gl.constexpr = 8):
 
 
 @gluon.jit
+def meet(WHO: gl.constexpr):
+    """Wait for the other warps of a consumer."""
+    gl.inline_asm_elementwise(_at_barrier("sync", 12 + WHO, 128), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def turn_pass_behind(WHO: gl.constexpr, sums):
     """`turn_pass` behind partial sums `[64, 8]` of weights, which it returns: a condition that always holds is what
     keeps the assembler from passing the turn on before they are there."""

@@ -1,4 +1,5 @@
-"""Target attention, all gradients in one pass over the scores, for Hopper: warp-specialized. Device code only.
+"""Target attention, all gradients in one pass over the scores, for Hopper: warp-specialized. Device code only. Heads of
+64 take the same steps in another kernel, `cross_attention_backward_staying.py`.
 
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
@@ -78,28 +79,33 @@ WRITING = gl.constexpr(10)
 
 
 @gluon.jit
-def _rows_producer(
-    q_desc, g_desc, k_desc, v_desc, kh_desc, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, row_bufs, history, full, empty,
-    landed, lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
-    D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+def load_keys(
+    k_desc, v_desc, kh_desc, k_bufs, v_bufs, kh_bufs, room, barrier, user, first_key, first, key_head,
+    D: gl.constexpr, JAGGED: gl.constexpr,
 ):  # fmt: skip
-    tiles = (end - start + 63) // 64
-    if tiles > 0:
-        mbarrier.expect(history, (6 if D == 64 else 4) * 64 * D * 2)
-        for i in gl.static_range(2):
-            where = user
-            row = first + i * 64
-            if JAGGED:
-                where = 0
-                row += first_key
-            tma_load(k_desc, [where, row, key_head, 0], history, k_bufs.index(i))
-            tma_load(v_desc, [where, row, key_head, 0], history, v_bufs.index(i))
-            if D == 64:
-                tma_load(kh_desc, [where, row, key_head, 0], history, kh_bufs.index(i))
-                tma_load(kh_desc, [where, row, key_head, D // 2], history, kh_bufs.index(2 + i))
-    stage = 0
-    phase = 0
-    tail_phase = 0
+    """Start loading the 128 keys of a block, and their values, into a room."""
+    mbarrier.expect(barrier, (6 if D == 64 else 4) * 64 * D * 2)
+    for i in gl.static_range(2):
+        where = user
+        row = first + i * 64
+        if JAGGED:
+            where = 0
+            row += first_key
+        tma_load(k_desc, [where, row, key_head, 0], barrier, k_bufs.index(room * 2 + i))
+        tma_load(v_desc, [where, row, key_head, 0], barrier, v_bufs.index(room * 2 + i))
+        if D == 64:
+            tma_load(kh_desc, [where, row, key_head, 0], barrier, kh_bufs.index(room * 4 + i))
+            tma_load(kh_desc, [where, row, key_head, D // 2], barrier, kh_bufs.index(room * 4 + 2 + i))
+
+
+@gluon.jit
+def load_rows(
+    q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr, start, end,
+    tiles, key_head, heads, group, seeds, stage, phase, tail_phase,
+    D: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Load the tiles of query rows of a block, head by head. Returns what is next of the ring, and the phase of
+    `landed`."""
     for step in range(tiles * group):
         head = key_head * group + step // tiles
         tail_phase = load_row_tile(
@@ -108,6 +114,7 @@ def _rows_producer(
             D, PERMUTED,
         )  # fmt: skip
         stage, phase = advance(stage, phase, STAGES)
+    return stage, phase, tail_phase
 
 
 @gluon.jit
@@ -121,33 +128,37 @@ def _zero_keys(block, keys, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _half_of_keys(WHO: gl.constexpr, i: gl.constexpr, k_bufs, kh_bufs, D: gl.constexpr):
+def _half_of_keys(WHO: gl.constexpr, i: gl.constexpr, k_bufs, kh_bufs, room, D: gl.constexpr):
     """The half of the columns of which a consumer makes dq, of 64 keys of the block."""
     if D == 64:
-        return kh_bufs.index(WHO * 2 + i).reshape([64, 32])
+        return kh_bufs.index(room * 4 + WHO * 2 + i).reshape([64, 32])
     else:
-        return k_bufs.index(i).reshape([64, D]).slice(WHO * 64, 64, dim=1)
+        return k_bufs.index(room * 2 + i).reshape([64, D]).slice(WHO * 64, 64, dim=1)
 
 
 @gluon.jit
-def _start_dq(WHO: gl.constexpr, ds_bufs, pair, k_bufs, kh_bufs, zero, D: gl.constexpr):
+def _start_dq(WHO: gl.constexpr, ds_bufs, pair, k_bufs, kh_bufs, room, zero, D: gl.constexpr):
     """Half of the columns of `ds k`, of the 128 keys of the block, under way as two products."""
     dq = warpgroup_mma(
-        ds_bufs.index(pair * 2).permute((1, 0)), _half_of_keys(WHO, 0, k_bufs, kh_bufs, D), zero,
+        ds_bufs.index(pair * 2).permute((1, 0)), _half_of_keys(WHO, 0, k_bufs, kh_bufs, room, D), zero,
         use_acc=False, is_async=True,
     )  # fmt: skip
     return warpgroup_mma(
-        ds_bufs.index(pair * 2 + 1).permute((1, 0)), _half_of_keys(WHO, 1, k_bufs, kh_bufs, D), dq, is_async=True
-    )
+        ds_bufs.index(pair * 2 + 1).permute((1, 0)), _half_of_keys(WHO, 1, k_bufs, kh_bufs, room, D), dq,
+        is_async=True,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _consumer(
-    WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, ds_bufs, row_bufs, history, full, empty,
-    dk_ptr, dv_ptr, work_ptr, out_row, user, first, rows_out, keys, start, end, slots, key_head, heads, group, qk_scale,
-    scale,
-    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr,
+def gradients(
+    WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, ds_bufs, row_bufs, full, empty, tile_ptr, slots, tiles,
+    group, keys_left, qk_scale, room, stage, phase,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """A consumer's dk, without its scale, and dv of a block that lies in a room, and the ring's next stage and phase.
+
+    dq is added from `tile_ptr` on, the block's first tile in the workspace. `keys_left` of the consumer's keys exist.
+    """
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q_bufs.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -159,30 +170,24 @@ def _consumer(
     zero_dq = gl.zeros((64, HALF), gl.float32, layout=half)
     dk = gl.zeros((64, D), gl.float32, layout=wide)
     dv = gl.zeros((64, D), gl.float32, layout=wide)
-    tiles = (end - start + 63) // 64
     total = tiles * group
-    work_ptr += ((key_head * group).to(gl.int64) * slots + start // 64 + user) * (64 * D) + WHO * 64 * HALF
-    keys_left = keys - first - WHO * 64
-    stage = 0
-    phase = 0
+    tile_ptr += WHO * 64 * HALF
     tiles_left = tiles + 0
-    if WHO == 1:
-        turn_pass(1)
-        turn_pass(1, WRITING)
     if total > 0:
-        key = k_bufs.index(WHO).reshape([64, D])
-        value = v_bufs.index(WHO).reshape([64, D])
-        mbarrier.wait(history, 0)
+        key = k_bufs.index(room * 2 + WHO).reshape([64, D])
+        value = v_bufs.index(room * 2 + WHO).reshape([64, D])
         if keys_left < 64:
-            _zero_keys(k_bufs.index(WHO), keys_left, D)
+            _zero_keys(k_bufs.index(room * 2 + WHO), keys_left, D)
             if D == 64:
-                _zero_keys(kh_bufs.index(WHO), keys_left, 32)
-                _zero_keys(kh_bufs.index(2 + WHO), keys_left, 32)
+                _zero_keys(kh_bufs.index(room * 4 + WHO), keys_left, 32)
+                _zero_keys(kh_bufs.index(room * 4 + 2 + WHO), keys_left, 32)
             fence_async_shared()
-        mbarrier.wait(full.index(0), 0)
-        scores_t = start_scores(key, q_bufs.index(0), zero, D)
-        lse2 = row_bufs.index(0).load(columns)
-        minus_delta = of_columns(row_bufs.index(1), mma)
+        if WHO == 1:
+            turn_pass(1, WRITING)
+        mbarrier.wait(full.index(stage), phase)
+        scores_t = start_scores(key, q_bufs.index(stage), zero, D)
+        lse2 = row_bufs.index(stage * 2).load(columns)
+        minus_delta = of_columns(row_bufs.index(stage * 2 + 1), mma)
         scores = warpgroup_mma_wait(0, deps=(scores_t,))
         for step in range(total):
             query = q_bufs.index(stage).reshape([64, D])
@@ -212,22 +217,22 @@ def _consumer(
             pair = step % 2
             if WHO == 0:
                 pair = pair ^ 1
-            dq_t = _start_dq(WHO, ds_bufs, pair, k_bufs, kh_bufs, zero_dq, D)
+            dq_t = _start_dq(WHO, ds_bufs, pair, k_bufs, kh_bufs, room, zero_dq, D)
             mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
             # A sum that the compiler cannot know to be WHO: it would keep the addresses of all parts of the keys.
-            key = k_bufs.index(WHO + (step >> 30)).reshape([64, D])
+            key = k_bufs.index(room * 2 + WHO + (step >> 30)).reshape([64, D])
             scores_t = start_scores(key, q_bufs.index(following), zero, D)
             dk, _g = warpgroup_mma_wait(3, deps=(dk_t, grad_scores_op))
             mbarrier.arrive(empty.index(stage), count=1)
             dq = warpgroup_mma_wait(1, deps=(dq_t,))
             if (WHO == 1) | (step > 0):
-                add_to_tile(work_ptr, dq, half, HALF)
-                work_ptr += 64 * D
+                add_to_tile(tile_ptr, dq, half, HALF)
+                tile_ptr += 64 * D
                 tiles_left -= 1
                 if tiles_left == 0:
                     # The next head.
                     tiles_left = tiles + 0
-                    work_ptr += (slots - tiles).to(gl.int64) * (64 * D)
+                    tile_ptr += (slots - tiles).to(gl.int64) * (64 * D)
             lse2 = row_bufs.index(following * 2).load(columns)
             minus_delta = of_columns(row_bufs.index(following * 2 + 1), mma)
             scores = warpgroup_mma_wait(0, deps=(scores_t,))
@@ -235,9 +240,51 @@ def _consumer(
             phase = following_phase
         if WHO == 0:
             turn_wait(0, WRITING)
-            dq_t = _start_dq(0, ds_bufs, (total + 1) % 2, k_bufs, kh_bufs, zero_dq, D)
+            dq_t = _start_dq(0, ds_bufs, (total + 1) % 2, k_bufs, kh_bufs, room, zero_dq, D)
             dq = warpgroup_mma_wait(0, deps=(dq_t,))
-            add_to_tile(work_ptr, dq, half, HALF)
+            add_to_tile(tile_ptr, dq, half, HALF)
+    return dk, dv, stage, phase
+
+
+@gluon.jit
+def _producer(
+    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs, history, full, empty, landed, lse_ptr,
+    delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group, seeds,
+    D: gl.constexpr, STAGES: gl.constexpr, JAGGED: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    tiles = (end - start + 63) // 64
+    if tiles > 0:
+        load_keys(k_desc, v_desc, None, k_bufs, v_bufs, None, 0, history, user, first_key, first, key_head, D, JAGGED)
+    stage = 0
+    phase = 0
+    tail_phase = 0
+    load_rows(
+        q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr, start, end,
+        tiles, key_head, heads, group, seeds, stage, phase, tail_phase,
+        D, STAGES, PERMUTED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consumer(
+    WHO: gl.constexpr, q_bufs, g_bufs, k_bufs, v_bufs, ds_bufs, row_bufs, history, full, empty, dk_ptr, dv_ptr,
+    work_ptr, out_row, user, first, rows_out, keys, start, end, slots, key_head, heads, group, qk_scale, scale,
+    D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    tiles = (end - start + 63) // 64
+    tile_ptr = work_ptr + ((key_head * group).to(gl.int64) * slots + start // 64 + user) * (64 * D)
+    if WHO == 1:
+        turn_pass(1)
+    if tiles > 0:
+        mbarrier.wait(history, 0)
+    stage = 0
+    phase = 0
+    dk, dv, _stage, _phase = gradients(
+        WHO, q_bufs, g_bufs, k_bufs, v_bufs, None, ds_bufs, row_bufs, full, empty, tile_ptr, slots, tiles, group,
+        keys - first - WHO * 64, qk_scale, 0, stage, phase,
+        D, STAGES,
+    )  # fmt: skip
     stride = heads // group * HEAD_SIZE
     base = key_head * HEAD_SIZE
     mine = first + WHO * 64
@@ -252,7 +299,7 @@ SIZES = [
 
 @gluon.jit(do_not_specialize=SIZES)
 def attention_backward_once(
-    q_desc, g_desc, k_desc, v_desc, kh_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, work_ptr, offsets_ptr, permutation_ptr,
+    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, work_ptr, offsets_ptr, permutation_ptr,
     kv_ptr, num_users, num_cands, seeds, capacity, heads, group, qk_scale, scale,
     D: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, KV_LAYOUT: gl.constexpr, PERMUTED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -260,9 +307,9 @@ def attention_backward_once(
     """Write dk and dv, contiguous in the shape of k and v, and add dq, without its scale, to the workspace.
 
     Descriptors: q and g (the gradient of the output) `[N, H, D]` by 64 rows, k and v `[U, T, Hkv, D]` by 64 rows (U = 1
-    when jagged), kh that of k by half of the padded columns (read where D is 64). lse and delta are contiguous
-    `[N, H]`, the workspace is as the head of the file says. Grid: blocks of 128 keys times key heads, heads fastest.
-    With PERMUTED, 64 divides the number of seeds. Columns from HEAD_SIZE to D read as zeros.
+    when jagged). lse and delta are contiguous `[N, H]`, the workspace is as the head of the file says. Grid: blocks of
+    128 keys times key heads, heads fastest. With PERMUTED, 64 divides the number of seeds. Columns from HEAD_SIZE to D
+    read as zeros.
     """
     dtype: gl.constexpr = k_desc.dtype
     # The kernel that writes delta may still be running, or the one behind it.
@@ -286,11 +333,6 @@ def attention_backward_once(
     g_bufs = gl.allocate_shared_memory(dtype, [STAGES, 64, 1, D], g_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D], v_desc.layout)
-    # Keys again, by halves of their columns (the blocks of 64 keys, then the same of the other half), where a half is
-    # narrower than what is swizzled together.
-    kh_bufs = k_bufs
-    if D == 64:
-        kh_bufs = gl.allocate_shared_memory(dtype, [4, 1, 64, 1, D // 2], kh_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_bufs = gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -310,7 +352,7 @@ def attention_backward_once(
             (
                 _consumer,
                 (
-                    0, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, ds_bufs, row_bufs, history, full, empty,
+                    0, q_bufs, g_bufs, k_bufs, v_bufs, ds_bufs, row_bufs, history, full, empty,
                     dk_ptr, dv_ptr, work_ptr, out_row, user, first, rows_out, keys, start, end, slots, key_head, heads,
                     group, qk_scale, scale,
                     D, HEAD_SIZE, STAGES,
@@ -319,16 +361,16 @@ def attention_backward_once(
             (
                 _consumer,
                 (
-                    1, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, ds_bufs, row_bufs, history, full, empty,
+                    1, q_bufs, g_bufs, k_bufs, v_bufs, ds_bufs, row_bufs, history, full, empty,
                     dk_ptr, dv_ptr, work_ptr, out_row, user, first, rows_out, keys, start, end, slots, key_head, heads,
                     group, qk_scale, scale,
                     D, HEAD_SIZE, STAGES,
                 ),
             ),
             (
-                _rows_producer,
+                _producer,
                 (
-                    q_desc, g_desc, k_desc, v_desc, kh_desc, q_bufs, g_bufs, k_bufs, v_bufs, kh_bufs, row_bufs,
+                    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, k_bufs, v_bufs, row_bufs,
                     history, full, empty, landed,
                     lse_ptr, delta_ptr, permutation_ptr, user, first_key, first, start, end, key_head, heads, group,
                     seeds,

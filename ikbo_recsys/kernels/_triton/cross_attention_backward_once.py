@@ -19,6 +19,7 @@ def prepare_once(
     grad_ptr,
     delta_ptr,
     work_ptr,
+    counter_ptr,
     num_rows,
     heads,
     stride_gn,
@@ -29,9 +30,14 @@ def prepare_once(
 ):
     """`delta = sum_d(g * out) - h` of 64 of the N * H rows, and zeros in one of the workspace's at least as many tiles.
 
+    And in the counter of the kernel behind this one, where it has one.
+
     out is contiguous `[N, H, HEAD_SIZE]`, g, the gradient of it, has strides for rows and heads, delta is contiguous
     `[N, H]`. With GRAD_LSE h, the gradient of the log-sum-exp, stands where delta is stored.
     """
+    if counter_ptr is not None:  # noqa: SIM102, the first is known to the compiler
+        if tl.program_id(0) == 0:
+            tl.store(counter_ptr, 0)
     item = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
     valid = item < num_rows.to(tl.int64) * heads
     row = item // heads
