@@ -199,6 +199,12 @@ def has_large_shared_memory(device: torch.device) -> bool:
     return major in (9, 10, 11) or (major, minor) in ((8, 0), (8, 7))
 
 
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it runs, and wait for its end by itself (programmatic dependent
+    launch)."""
+    return torch.version.hip is None and capability(device) >= (9, 0)
+
+
 @functools.cache
 def hopper_refusal(device: torch.device) -> str | None:
     """Why the Gluon kernels cannot run on `device` in this process, or None."""

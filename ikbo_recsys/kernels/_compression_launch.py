@@ -144,8 +144,9 @@ class _Portable:
     def __init__(
         self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None
     ) -> None:
-        self._user = Mix(weights[0], user, cand.dtype, has_bias=bias is not None, weight_padded=True)
-        self._cand = Mix(weights[1], cand, cand.dtype, has_user=True, weight_padded=True)
+        has_bias, chained = bias is not None, _plan.can_chain(cand)
+        self._user = Mix(weights[0], user, cand.dtype, has_bias=has_bias, weight_padded=True, chained=chained)
+        self._cand = Mix(weights[1], cand, cand.dtype, has_user=True, weight_padded=True, chained=chained)
 
     def __call__(
         self, user: Tensor, cand: Tensor, weights: tuple[Tensor, Tensor], to_user: Tensor, bias: Tensor | None

@@ -24,6 +24,8 @@ class Mix:
         has_user: whether a user's part is looked up; it is contiguous.
         has_bias: whether there is a bias.
         weight_padded: whether the weight has columns of zeros up to a multiple of 64.
+        chained: whether the launch of a users' part and the next one, which looks it up, run at the same time
+            (`_plan.can_chain`): users are few, and leave most of a GPU to products that do not need their part yet.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Mix:
         has_user: bool = False,
         has_bias: bool = False,
         weight_padded: bool = False,
+        chained: bool = False,
     ) -> None:
         from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
@@ -52,6 +55,7 @@ class Mix:
             "HAS_USER": has_user,
             "HAS_BIAS": has_bias,
             "WEIGHT_PADDED": weight_padded,
+            "CHAINED": chained,
             "PRECISION": _launch.input_precision(x_BKD.dtype),
             "UNIT": unit,
             "ROWS": tile.rows,
@@ -59,6 +63,8 @@ class Mix:
             "STEP": tile.step,
         }
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if chained and has_user:
+            options["launch_pdl"] = True
         self._launch = Launch(mix_kernel, None, batch * tiles_m * tiles_d, constants, **options)
 
     def __call__(

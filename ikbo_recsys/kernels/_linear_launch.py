@@ -103,10 +103,11 @@ class Plan(MixPlan):
         weight_user, weight_cand = weight_parts(weight, user.shape[1], WEIGHT_STEP, self._is_traced)
         parts = self._parts.get(activate)
         if parts is None:
+            activation, chained = self._activation if activate else None, _plan.can_chain(cand)
             parts = self._parts[activate] = (
                 # Rounded to 16 bits, it would change the sign of sums near zero, where relu has its kink.
-                Part(user, weight_user, torch.float32, None, has_user=False, has_bias=bias is not None),
-                Part(cand, weight_cand, cand.dtype, self._activation if activate else None, has_user=True),
+                Part(user, weight_user, torch.float32, None, has_bias=bias is not None, chained=chained),
+                Part(cand, weight_cand, cand.dtype, activation, has_user=True, chained=chained),
             )
         return parts[1](cand, weight_cand, parts[0](user, weight_user, bias_M=bias), to_user)
 
@@ -159,6 +160,7 @@ class Part:
         activation: as in `reference.ACTIVATIONS`.
         has_user: whether a user's part is looked up; it is contiguous.
         has_bias: whether there is a bias.
+        chained: as of `_compression_portable.Mix`.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Part:
         has_user: bool = False,
         has_bias: bool = False,
         weight_padded: bool = True,
+        chained: bool = False,
     ) -> None:
         from ikbo_recsys.kernels._triton.linear import ACTIVATION_CODES, linear_kernel
 
@@ -186,6 +189,7 @@ class Part:
             "HAS_USER": has_user,
             "HAS_BIAS": has_bias,
             "WEIGHT_PADDED": weight_padded,
+            "CHAINED": chained,
             "ACTIVATION": ACTIVATION_CODES[activation],
             "PRECISION": _launch.input_precision(x_BK.dtype),
             "UNIT": unit,
@@ -194,6 +198,8 @@ class Part:
             "STEP": tile.step,
         }
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if chained and has_user:
+            options["launch_pdl"] = True
         self._launch = _plan.Launch(linear_kernel, None, cdiv(batch, tile.rows) * tiles_m, constants, **options)
 
     def __call__(

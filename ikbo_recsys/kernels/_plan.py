@@ -95,6 +95,12 @@ def is_dispatched(*tensors: Tensor | None) -> bool:
     )
 
 
+def can_chain(tensor: Tensor) -> bool:
+    """Whether a kernel launched here may start while the one before it runs, and wait for its end by itself. Not in
+    traced programs, which others launch."""
+    return _backend.has_dependent_launches(tensor.device) and not is_traced()
+
+
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)

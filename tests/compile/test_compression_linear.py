@@ -29,7 +29,7 @@ def test_mix(target: str, dtype: str) -> None:
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     signature = pointers | {"user_ptr": f"*{dtype}", "index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
     step = 32 if dtype == "fp32" else 64
-    constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": False, "PRECISION": "ieee"}
+    constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": False, "CHAINED": False, "PRECISION": "ieee"}
     constants |= {"UNIT": 1, "ROWS": 64, "COLS": 64, "STEP": step}
     compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
@@ -45,7 +45,14 @@ def test_mix_with_the_most_shared_memory(target: str) -> None:
     pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), "*fp16")
     signature = pointers | {"index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
     constants = {"HAS_USER": True, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
-    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
+    constants |= {
+        "CHAINED": target != "sm_80",
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "STEP": tile.step,
+        "weight_stride_k": 1,
+        "x_stride_d": 1,
+    }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     aligned = ["D", *strides, *pointers]
     compiled = compile_kernel(mix_kernel, signature, constants, target=target, aligned=aligned, **options)
@@ -68,13 +75,28 @@ def test_mix_on_hopper(dtype: str, has_user: bool, m: int, d: int) -> None:
     signature = pointers | {"index_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
     tile = _tiles.mix_tile(m, d, 866, 2, True)
     constants = {"HAS_USER": has_user, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
-    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step, "weight_stride_k": 1, "x_stride_d": 1}
+    constants |= {
+        "CHAINED": True,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "STEP": tile.step,
+        "weight_stride_k": 1,
+        "x_stride_d": 1,
+    }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     aligned = [*even, "weight_stride_m", "weight_ptr", "x_ptr", "out_ptr", "user_ptr"]
     compiled = compile_kernel(mix_kernel, signature, constants, aligned=aligned, **options)
     assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
     assert {name for name, _ in compiled.sass_positions("STG")} == {"STG.E.128"}
     check_portable_on_hopper(compiled, tile)
+    check_chain(compiled, has_user)
+
+
+def check_chain(compiled: Compiled, has_user: bool) -> None:
+    """The users' part lets the next kernel start at once, which waits for its end behind its own products."""
+    chain = [name for name, _ in compiled.sass_positions("HGMMA|PREEXIT|ACQBULK")]
+    assert chain[-1 if has_user else 0] == ("ACQBULK" if has_user else "PREEXIT"), chain
+    assert sum("HGMMA" not in name for name in chain) == 1
 
 
 def check_portable_on_hopper(compiled: Compiled, tile: GemmTile) -> None:
@@ -148,7 +170,7 @@ def test_linear(target: str, activation: int) -> None:
     names = ["B", "M", "K", "num_users", "tiles_m", "x_stride_b", "x_stride_k", "weight_stride_m", "weight_stride_k"]
     signature |= dict.fromkeys(names, "i32")
     constants = {"HAS_USER": True, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": activation}
-    constants |= {"PRECISION": "ieee", "UNIT": 1, "ROWS": 64, "COLS": 64, "STEP": 64}
+    constants |= {"CHAINED": False, "PRECISION": "ieee", "UNIT": 1, "ROWS": 64, "COLS": 64, "STEP": 64}
     compile_kernel(linear_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 
@@ -169,7 +191,7 @@ def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int, unit: int,
     numbers = ["B", "M", "num_users", "tiles_m", "K", "x_stride_b", "weight_stride_m"]
     signature |= dict.fromkeys(numbers, "i32")
     constants = {"HAS_USER": has_user, "HAS_BIAS": True, "WEIGHT_PADDED": True, "ACTIVATION": 1, "PRECISION": "ieee"}
-    constants |= {"UNIT": unit, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step}
+    constants |= {"CHAINED": True, "UNIT": unit, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step}
     constants |= {"x_stride_k": 1, "weight_stride_k": 1}
     aligned = ["x_ptr", "weight_ptr", "out_ptr", "user_ptr", "weight_stride_m", *even, *(["M"] if m % 16 == 0 else [])]
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -178,6 +200,7 @@ def test_linear_on_hopper(dtype: str, has_user: bool, m: int, k: int, unit: int,
     if m % 16 == 0:
         assert {name for name, _ in compiled.sass_positions("STG")} == {"STG.E.128"}
     check_portable_on_hopper(compiled, tile)
+    check_chain(compiled, has_user)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

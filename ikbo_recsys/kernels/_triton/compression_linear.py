@@ -9,6 +9,7 @@ Shape letters: U users, B batch rows, K contracted features, D embedding size, M
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -43,6 +44,7 @@ def mix_kernel(
     HAS_USER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_PADDED: tl.constexpr,
+    CHAINED: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,7 +59,12 @@ def mix_kernel(
     With WEIGHT_PADDED the weight has columns of zeros up to a multiple of STEP, so that its loads need no mask: a mask
     that ends in the middle of 16 bytes makes them loads of single elements. D, x_stride_b and x_stride_k are counted in
     UNITs of elements (`_launch.row_unit`).
+
+    CHAINED (programmatic dependent launch): the kernel behind a user's part, which is the one that looks it up, may
+    start at once, and waits for the part's end when it has its products.
     """
+    if CHAINED and not HAS_USER:
+        gdc_launch_dependents()
     D *= UNIT
     b, tile_m, tile_d = _tile_of_block(tiles_m, tiles_d)
     rows = tile_m * ROWS + tl.arange(0, ROWS)
@@ -85,6 +92,8 @@ def mix_kernel(
     if HAS_USER:
         u = tl.load(index_ptr + b).to(tl.int64)
         u = tl.minimum(tl.maximum(u, 0), num_users - 1)
+        if CHAINED:
+            gdc_wait()
         acc += tl.load(user_ptr + u * M * D + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]

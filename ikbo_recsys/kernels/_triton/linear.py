@@ -5,6 +5,7 @@ Shape letters: U users, B batch rows, K contracted features, M outputs.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
 
@@ -42,6 +43,7 @@ def linear_kernel(
     HAS_USER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_PADDED: tl.constexpr,
+    CHAINED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
@@ -52,8 +54,11 @@ def linear_kernel(
     """One [ROWS, COLS] tile of `act(x @ weight.T (+ user[index]) (+ bias))`; `user` is [U, M], contiguous as `out`.
 
     K and x_stride_b are counted in UNITs of elements (`_launch.row_unit`): with 2 of them rows of 866 elements are
-    known to begin and end at multiples of 4 bytes, the least that asynchronous copies take.
+    known to begin and end at multiples of 4 bytes, the least that asynchronous copies take. CHAINED is that of
+    `mix_kernel`.
     """
+    if CHAINED and not HAS_USER:
+        gdc_launch_dependents()
     block = tl.program_id(0)
     first = (block // tiles_m).to(tl.int64) * ROWS
     places = tl.arange(0, ROWS)
@@ -78,6 +83,8 @@ def linear_kernel(
     if HAS_USER:
         u = tl.load(index_ptr + first + places, mask=is_row, other=0).to(tl.int64)
         u = tl.minimum(tl.maximum(u, 0), num_users - 1)
+        if CHAINED:
+            gdc_wait()
         acc += tl.load(user_ptr + u[:, None] * M + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < M, other=0.0).to(tl.float32)[None, :]
