@@ -48,7 +48,7 @@ CASES = (
     *(_case(f"self{t}", "self", t, 64, 2, 128, X=t) for t in (512, 1024)),
     _case("self1024few", "self", 1024, 4, 2, 128, X=1024),
 )
-_TRAINED_CASES = "history(1024|4096)|seeds(1|16)|jagged64|self1024"
+_TRAINED_CASES = "history(1024|4096)|seeds(1|16)|jagged(64|16)|self1024"
 
 
 def _counts_and_lengths(case: Case) -> tuple[list[int], list[int]]:

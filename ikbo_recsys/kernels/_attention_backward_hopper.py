@@ -207,7 +207,12 @@ class OnePass:
             launch_pdl=True,
         )
         self._finish = Launch(
-            finish_once, problem.index_key(), tiles * heads, {**common, "PERMUTED": is_permuted}, num_warps=4
+            finish_once,
+            problem.index_key(),
+            tiles * heads,
+            {**common, "PERMUTED": is_permuted},
+            num_warps=4,
+            launch_pdl=True,
         )
 
     def __call__(

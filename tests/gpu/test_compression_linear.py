@@ -251,15 +251,16 @@ def test_cuda_graph_replays_with_other_contents(path: str) -> None:
 
 
 @pytest.mark.parametrize("users", [3, 300])
-def test_the_second_kernel_waits_for_the_first(users: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["triton", "gluon"])
+def test_the_second_kernel_waits_for_the_first(path: str, users: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may begin before the user's part is complete, whose memory holds that of the call before. Elsewhere in these
     tests memory is filled between the two, by a kernel that ends before the second begins."""
-    skip_unless("gluon", torch.float16)
+    skip_unless(path, torch.float16)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     user, cand, weight = make(users, 37, 433, 256, 1000, 8, torch.float16)
     index, others = make_index(users, 37), [torch.randn_like(user) for _ in range(5)]
     busy = torch.zeros(8192, 8192, device="cuda", dtype=torch.float16)
-    with _backend.use_backend("gluon"), torch.no_grad():
+    with _backend.use_backend(path), torch.no_grad():
         for _ in range(3):  # the last time nothing is compiled, and no memory is new
             torch.cuda.synchronize()
             _ = busy @ busy  # meanwhile all calls are queued, and follow each other without a gap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from ikbo_recsys import CandidateIndex
@@ -59,6 +60,21 @@ def test_gradients(path: str, dtype: torch.dtype, grouped: bool) -> None:
         for mine, true, theirs in zip(ours, exact, torchs, strict=True):
             torch_error = 1.5 * error(theirs.grad, true.grad)
             assert error(mine.grad, true.grad) <= allowed(max(torch_error, torch.finfo(dtype).eps), dtype, 131)
+
+
+def test_the_second_kernel_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `compression_linear`: the user's part takes far longer than the candidates' products."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    user, cand, weight, bias = make(300, 131, 433, 4096, 8, torch.float16)
+    index, others = make_index(300, 131), [torch.randn_like(user) for _ in range(5)]
+    busy = torch.zeros(8192, 8192, device="cuda", dtype=torch.float16)
+    with _backend.use_backend("triton"), torch.no_grad():
+        for _ in range(3):
+            torch.cuda.synchronize()
+            _ = busy @ busy
+            results = [linear(other, cand, weight, index, bias, "relu") for other in others]
+    for other, result in zip(others, results, strict=True):
+        assert error(result, expected_of(other, cand, weight, bias, index, "relu")) <= 2e-3
 
 
 def test_compiled_with_gradients() -> None:
