@@ -84,6 +84,30 @@ def test_gradients(sizes: tuple, grouped: bool, dtype: torch.dtype, layout: str)
 
 @interpreted
 @pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("starved", [0, 1, 2])
+@pytest.mark.parametrize("size", [40, 128])
+def test_whoever_is_slow(size: int, starved: int) -> None:
+    """Many blocks of keys in a thread block that stays, with and without keys and rows, of which one partition is
+    always behind the others as far as can be."""
+    from tests.emulator import emulated
+
+    index = CandidateIndex.from_user_ids(torch.tensor([0, 0, 2, 3, 3, 3, 5]), 6, grouped=True)
+    lengths = torch.tensor([300, 130, 260, 0, 5, 129])
+    shapes = ((7, 33, 2, size), (6, 300, 1, size), (6, 300, 1, size))
+    leaves = [torch.randn(shape).half().requires_grad_() for shape in shapes]
+    grad = torch.randn(7, 33, 2, size).half()
+    with emulated(starved, EAGER[starved], 1, starved=starved) as ran, kernels.use_backend("gluon"):
+        out = kernels.cross_attention(*leaves, index, kv_lengths=lengths)
+        found = torch.autograd.grad(out, leaves, grad)
+    assert ran == kernels_of(size)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(twins.cross_attention(*exact, index.to_user, lengths), exact, grad.double())
+    for ours, true in zip(found, expected, strict=True):
+        assert relative_error(ours, true) < torch.finfo(torch.float16).eps
+
+
+@interpreted
+@pytest.mark.usefixtures("once")
 @pytest.mark.parametrize("eager", EAGER)
 @pytest.mark.parametrize("size", [64, 128])
 def test_nan_of_one_user_is_its_own(size: int, eager: float) -> None:

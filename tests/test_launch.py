@@ -24,6 +24,21 @@ def test_auto_takes_the_first_that_can() -> None:
     assert "not gluon: no Hopper" in str(choice)
 
 
+def test_launches_are_chained_where_kernels_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for others to launch, nor for Triton's interpreter, nor on GPUs whose kernels cannot."""
+    triton = pytest.importorskip("triton")
+    x = torch.empty(1)
+    for capability, chains in (((9, 0), True), ((10, 0), True), ((8, 0), False), ((0, 0), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(_backend, "capability", lambda device, capability=capability: capability)
+            patch.setattr(triton.knobs.runtime, "interpret", False)
+            assert _plan.can_chain(x) == chains
+            with _plan.traceable():
+                assert not _plan.can_chain(x)
+            patch.setattr(triton.knobs.runtime, "interpret", True)
+            assert not _plan.can_chain(x)
+
+
 def test_a_requested_path_is_taken_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = {"torch": None, "triton": None, "gluon": "no Hopper"}
     with use_backend("torch"):

@@ -201,8 +201,10 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 def has_dependent_launches(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it runs, and wait for its end by itself (programmatic dependent
-    launch)."""
-    return torch.version.hip is None and capability(device) >= (9, 0)
+    launch). Triton's interpreter does not know that."""
+    import triton
+
+    return torch.version.hip is None and capability(device) >= (9, 0) and not triton.knobs.runtime.interpret
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class Mix:
         has_user: whether a user's part is looked up; it is contiguous.
         has_bias: whether there is a bias.
         weight_padded: whether the weight has columns of zeros up to a multiple of 64.
-        chained: whether the launch of a users' part and the next one, which looks it up, run at the same time
+        chained: whether the launch of a users' part and the next one, which looks it up, may run at the same time
             (`_plan.can_chain`): users are few, and leave most of a GPU to products that do not need their part yet.
     """
 

@@ -21,7 +21,11 @@ import pytest
 
 @contextmanager
 def emulated(
-    seed: int = 0, eager: float = 0.3, multiprocessors: int = 1, backwards: bool = False
+    seed: int = 0,
+    eager: float = 0.3,
+    multiprocessors: int = 1,
+    backwards: bool = False,
+    starved: int | None = None,
 ) -> Iterator[list[str]]:
     """Within, Gluon kernels run here, and tensors on the CPU may take every path: `use_backend("gluon")` asks for one.
 
@@ -30,6 +34,7 @@ def emulated(
         eager: how often work under way is done at once rather than as late as it can be, 0 to 1.
         multiprocessors: of the GPU, which is the number of blocks of a persistent kernel.
         backwards: whether the last block runs first.
+        starved: the number of a partition that goes on only where nothing else does.
 
     Gives the names of the Gluon kernels that ran.
     """
@@ -44,7 +49,7 @@ def emulated(
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             ran.append(kernel.fn.__name__)
-            emulate(kernel, grid[0], arguments, constants, seed=seed, eager=eager, backwards=backwards)
+            emulate(kernel, grid[0], arguments, constants, seed=seed, eager=eager, backwards=backwards, starved=starved)
 
         return launch
 

@@ -130,7 +130,7 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> An
     named = re.search(r"bar\.(sync|arrive) (\d+), 256;", asm)
     if named:
         barrier = _block.named[named[2]]
-        mine = barrier.arrive()
+        mine = barrier.arrive(_block.scheduler.current)
         if named[1] == "sync":
             _block.scheduler.pause(lambda: barrier.generation > mine, f"named barrier {named[2]}")
         return args[0]
@@ -258,6 +258,7 @@ def tma_load(descriptor: Descriptor, corner: Any, barrier: Shared, shared: Share
         shared.dirty.zero_()
         arrives.land(shared.memory.numel() * shared.memory.element_size())
 
+    assert not shared.dirty.any(), "written by ordinary stores and loaded over by TMA without a fence between"
     shared.memory.fill_(float("nan"))
     _block.scheduler.events.append(land)
     _block.scheduler.pause()
@@ -438,13 +439,14 @@ def emulate(
     seed: int,
     eager: float,
     backwards: bool = False,
+    starved: int | None = None,
 ) -> None:
-    """Run a kernel, block after block."""
+    """Run a kernel, block after block; the arguments behind its own as of `emulated`."""
     global _block, _kernel
     _kernel = Kernel(_kernel, bool(constants.get("launch_pdl")))
     function = _plain(kernel)
     names = inspect.signature(function).parameters
     given = {name: _argument(value) for name, value in zip(names, arguments, strict=False)}
     for number_of in reversed(range(blocks)) if backwards else range(blocks):
-        _block = Block(number_of, blocks, Scheduler(seed * 1009 + number_of, eager))
+        _block = Block(number_of, blocks, Scheduler(seed * 1009 + number_of, eager, starved))
         function(**given, **{name: value for name, value in constants.items() if name in names})

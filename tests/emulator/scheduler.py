@@ -40,10 +40,10 @@ class Task:
 
 class Scheduler:
     """Runs the tasks of one block. `eager` is how often work under way is done at once rather than as late as can
-    be."""
+    be; `starved` is the number of a task that goes on only where nothing else does."""
 
-    def __init__(self, seed: int, eager: float) -> None:
-        self.random, self.eager = random.Random(seed), eager
+    def __init__(self, seed: int, eager: float, starved: int | None = None) -> None:
+        self.random, self.eager, self.starved = random.Random(seed), eager, starved
         self.baton = threading.Semaphore(0)
         self.events: list[Callable[[], None]] = []  # TMA loads under way, in no order
         self.tasks: list[Task] = []
@@ -68,12 +68,16 @@ class Scheduler:
             event()
 
     def _loop(self) -> None:
+        starved = None if self.starved is None or self.starved >= len(self.tasks) else self.tasks[self.starved]
         while not all(task.done for task in self.tasks):
             if self.random.random() < self.eager:
                 self._something_under_way()
             ready = [task for task in self.tasks if not task.done and (task.condition is None or task.condition())]
+            others = [task for task in ready if task is not starved]
+            if ready and not others and self._something_under_way():
+                continue
             if ready:
-                self.current = self.random.choice(ready)
+                self.current = self.random.choice(others or ready)
                 self.current.condition = None
                 self.current.baton.release()
                 self.baton.acquire()
@@ -142,13 +146,14 @@ class NamedBarrier:
     """`bar.sync` and `bar.arrive` between two partitions of 128 threads."""
 
     def __init__(self) -> None:
-        self.arrived = 0
+        self.arrived: list[Task | None] = []
         self.generation = 0
 
-    def arrive(self) -> int:
+    def arrive(self, who: Task | None) -> int:
         """The generation that ends once the other has arrived too."""
         mine = self.generation
-        self.arrived += 1
-        if self.arrived == 2:
-            self.arrived, self.generation = 0, mine + 1
+        assert who not in self.arrived, "a partition arrives for both"
+        self.arrived.append(who)
+        if len(self.arrived) == 2:
+            self.arrived, self.generation = [], mine + 1
         return mine

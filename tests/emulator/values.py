@@ -123,28 +123,44 @@ for _name, _function in _OPERATORS.items():
         setattr(Value, f"__r{_name}__", _method(_function, True))
 
 
+class UnfencedError(AssertionError):
+    """What ordinary stores wrote is read by TMA or wgmma without a fence between."""
+
+
 class Product(Value):
     """The result of a `warpgroup_mma`, which nobody may read before it is waited for."""
 
     def __init__(self, compute: Callable[[], Tensor], shape: list[int]) -> None:
         self._compute: Callable[[], Tensor] | None = compute
         self._shape = shape
+        self._error: UnfencedError | None = None
         self.waited_for = False
 
     def __call__(self) -> None:
         """Make it: what an asynchronous product does at some time before it is waited for."""
         assert self._compute is not None
-        self._x, self._compute = self._compute(), None
+        try:
+            self._x = self._compute()
+        except UnfencedError as error:
+            # Harmless where the result is dropped.
+            self._x, self._error = torch.full(self._shape, float("nan")), error
+        self._compute = None
 
     @property
     def made(self) -> Tensor:
         """For the next product on the same accumulator, which needs no wait: products are made in order."""
         assert self._compute is None
-        return self._x
+        return self._known
 
     @property
     def x(self) -> Tensor:
         assert self.waited_for, "a product is read that was not waited for"
+        return self._known
+
+    @property
+    def _known(self) -> Tensor:
+        if self._error is not None:
+            raise self._error
         return self._x
 
     @property
@@ -235,7 +251,8 @@ class Shared:
 
     def read_by_hardware(self) -> Tensor:
         """What TMA and wgmma see: ordinary stores only after their fence."""
-        assert not self.dirty.any(), "written by ordinary stores and read by TMA or wgmma without a fence between"
+        if self.dirty.any():
+            raise UnfencedError("written by ordinary stores and read by TMA or wgmma without a fence between")
         return self.memory
 
 

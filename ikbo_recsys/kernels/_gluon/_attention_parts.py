@@ -82,7 +82,7 @@ def turn_pass(WHO: gl.constexpr, FIRST: gl.constexpr = 8):
 
 @gluon.jit
 def meet(WHO: gl.constexpr):
-    """Wait for the other warps of a consumer."""
+    """Wait for the other warps of a consumer: arriving at an mbarrier is one thread's, and promises nothing of them."""
     gl.inline_asm_elementwise(_at_barrier("sync", 12 + WHO, 128), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -79,6 +79,16 @@ WRITING = gl.constexpr(10)
 
 
 @gluon.jit
+def start_turns(WHO: gl.constexpr):
+    """Before a consumer's first block: 0 has the first turn at the exponentials, and leaves that at writing to 1, who
+    gives it to 0 at the beginning of each block."""
+    if WHO == 0:
+        turn_pass(0, WRITING)
+    else:
+        turn_pass(1)
+
+
+@gluon.jit
 def load_keys(
     k_desc, v_desc, kh_desc, k_bufs, v_bufs, kh_bufs, room, barrier, user, first_key, first, key_head,
     D: gl.constexpr, JAGGED: gl.constexpr,
@@ -104,7 +114,7 @@ def load_rows(
     tiles, key_head, heads, group, seeds, stage, phase, tail_phase,
     D: gl.constexpr, STAGES: gl.constexpr, PERMUTED: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of query rows of a block, head by head. Returns what is next of the ring, and the phase of
+    """Load the tiles of query rows of a block, head by head. Returns the ring's next stage and phase, and the phase of
     `landed`."""
     for step in range(tiles * group):
         head = key_head * group + step // tiles
@@ -183,6 +193,8 @@ def gradients(
                 _zero_keys(kh_bufs.index(room * 4 + 2 + WHO), keys_left, 32)
             fence_async_shared()
         if WHO == 1:
+            # Not while 0 is in the last step of the block before: two passes, and one would be lost.
+            turn_wait(1, WRITING)
             turn_pass(1, WRITING)
         mbarrier.wait(full.index(stage), phase)
         scores_t = start_scores(key, q_bufs.index(stage), zero, D)
@@ -218,6 +230,7 @@ def gradients(
             if WHO == 0:
                 pair = pair ^ 1
             dq_t = _start_dq(WHO, ds_bufs, pair, k_bufs, kh_bufs, room, zero_dq, D)
+            # Behind the last step nothing is waited for: its scores are of what the ring happens to hold, and dropped.
             mbarrier.wait(full.index(following), following_phase, pred=step + 1 < total)
             # A sum that the compiler cannot know to be WHO: it would keep the addresses of all parts of the keys.
             key = k_bufs.index(room * 2 + WHO + (step >> 30)).reshape([64, D])
@@ -241,6 +254,7 @@ def gradients(
         if WHO == 0:
             turn_wait(0, WRITING)
             dq_t = _start_dq(0, ds_bufs, (total + 1) % 2, k_bufs, kh_bufs, room, zero_dq, D)
+            turn_pass(0, WRITING)
             dq = warpgroup_mma_wait(0, deps=(dq_t,))
             add_to_tile(tile_ptr, dq, half, HALF)
     return dk, dv, stage, phase
@@ -274,8 +288,7 @@ def _consumer(
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     tiles = (end - start + 63) // 64
     tile_ptr = work_ptr + ((key_head * group).to(gl.int64) * slots + start // 64 + user) * (64 * D)
-    if WHO == 1:
-        turn_pass(1)
+    start_turns(WHO)
     if tiles > 0:
         mbarrier.wait(history, 0)
     stage = 0

@@ -4,10 +4,10 @@ code only.
 Letters: N packed query rows (candidates * seeds), H query heads, D head size, U users, T history rows.
 
 The steps of `cross_attention_backward_once.py`, for heads of 64, where a block of keys is done so soon that what lies
-between two of them counts: a new thread block's start, the search for its user, the first loads, a tenth of the time
-for equal users. So a thread block stays, and its producer runs ahead: there is room for two blocks of keys, and the
-next one's rows follow those before in the same ring. (With heads of 128 there is no such room, and the consumers have
-no register left for what they would have to keep.)
+between two of them counts: a new thread block's start, the search for its user, the first loads. So a thread block
+stays, and its producer runs ahead: there is room for two blocks of keys, and the next one's rows follow those before in
+the same ring. (With heads of 128 there is no such room, and the consumers have no register left for what they would
+have to keep.)
 
 Which block is next is drawn from a counter, since users differ in rows and keys. The producer finds out whose it is and
 tells the consumers through shared memory.
@@ -17,22 +17,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, meet, turn_pass
+from ikbo_recsys.kernels._gluon._attention_parts import advance, meet
 from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, wait_for_primary_grid
 from ikbo_recsys.kernels._gluon.cross_attention_backward import clamped, key_block, store_keys
-from ikbo_recsys.kernels._gluon.cross_attention_backward_once import gradients, load_keys, load_rows
+from ikbo_recsys.kernels._gluon.cross_attention_backward_once import gradients, load_keys, load_rows, start_turns
 
 ROOMS = gl.constexpr(2)
 """Blocks of keys in shared memory."""
 FACTS = gl.constexpr(8)
-"""What the consumers are told of a block: user (-1: there is none), the user's first key row where jagged, the block's
-first row, rows to write and rows that count, the last three relative to the second; tiles of query rows; their first
-slot; key head."""
+"""What the consumers are told of a block: user (-1: there is none); the user's first key row where jagged, and relative
+to it the block's first row, the end of what to write and the end of what counts; tiles of query rows; their first slot;
+key head."""
 
 
 @gluon.jit
 def _tell(fact_bufs, room, facts):
-    """In the producer."""
+    """In the producer: store the facts of the block in a room."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(FACTS):
         fact_bufs.index(room * FACTS + i).store(facts[i] + gl.zeros([1], gl.int32, layout=layout))
@@ -40,7 +40,7 @@ def _tell(fact_bufs, room, facts):
 
 @gluon.jit
 def _told(fact_bufs, room, number: gl.constexpr):
-    """In a consumer."""
+    """In a consumer: one of the facts of the block in a room."""
     return gl.sum(fact_bufs.index(room * FACTS + number).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
@@ -61,8 +61,6 @@ def _producer(
     while block < blocks:
         key_head = block % key_heads
         user, first_key, first, rows_out, keys = key_block(kv_ptr, block // key_heads, num_users, capacity, KV_LAYOUT)
-        # Asked for now, and needed when the rows of this one have been loaded.
-        block = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
         # Slots without keys do nothing; blocks of nothing but padding write zeros.
         start = clamped(offsets_ptr, user, num_cands) * seeds
         end = clamped(offsets_ptr, user + 1, num_cands) * seeds
@@ -78,6 +76,8 @@ def _producer(
             )  # fmt: skip
         else:
             mbarrier.arrive(keys_full.index(room), count=1)
+        # Here, since the answer is waited for at once.
+        block = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
         stage, phase, tail_phase = load_rows(
             q_desc, g_desc, q_bufs, g_bufs, row_bufs, full, empty, landed, lse_ptr, delta_ptr, permutation_ptr, start,
             end, tiles, key_head, heads, group, seeds, stage, phase, tail_phase,
@@ -101,8 +101,7 @@ def _consumer(
     phase = 0
     room = 0
     room_phase = 0
-    if WHO == 1:
-        turn_pass(1)
+    start_turns(WHO)
     mbarrier.wait(keys_full.index(0), 0)
     user = _told(fact_bufs, 0, 0)
     while user >= 0:
@@ -124,7 +123,7 @@ def _consumer(
         block = v_bufs.index(room * 2 + WHO)
         store_keys(dk_ptr + base, dk * scale, block, out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
         store_keys(dv_ptr + base, dv, block, out_row, mine, keys, rows_out, stride, D, HEAD_SIZE, wide)
-        # What all four warps have read and written there comes before what is loaded next.
+        # What any of the four warps has read and written there comes before what is loaded next.
         fence_async_shared()
         meet(WHO)
         mbarrier.arrive(keys_empty.index(room), count=1)

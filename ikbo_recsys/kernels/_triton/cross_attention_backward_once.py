@@ -31,7 +31,7 @@ def prepare_once(
 ):
     """`delta = sum_d(g * out) - h` of 64 of the N * H rows, and zeros in one of the workspace's at least as many tiles.
 
-    And in the counter of the kernel behind this one, where it has one.
+    The counter of the kernel behind this one, where it has one, becomes 0, too.
 
     out is contiguous `[N, H, HEAD_SIZE]`, g, the gradient of it, has strides for rows and heads, delta is contiguous
     `[N, H]`. With GRAD_LSE h, the gradient of the log-sum-exp, stands where delta is stored.
