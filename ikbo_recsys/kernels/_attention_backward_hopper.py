@@ -207,12 +207,7 @@ class OnePass:
             launch_pdl=True,
         )
         self._finish = Launch(
-            finish_once,
-            problem.index_key(),
-            tiles * heads,
-            {**common, "PERMUTED": is_permuted},
-            num_warps=4,
-            launch_pdl=True,
+            finish_once, problem.index_key(), tiles * heads, {**common, "PERMUTED": is_permuted}, num_warps=4
         )
 
     def __call__(

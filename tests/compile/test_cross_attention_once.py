@@ -111,9 +111,4 @@ def test_prepare_and_finish(d: int) -> None:
 
     for kernel, more in ((prepare_once, {"GRAD_LSE": True}), (finish_once, {"PERMUTED": True})):
         constexprs = {"HEAD_SIZE": d - 8, "D": d, **more}
-        compiled = _compiled(kernel, constexprs, {}, "bf16")
-        assert_no_spills(compiled)
-        if kernel is finish_once:
-            # It may start while the kernel before it adds to the workspace.
-            order = [name for name, _ in compiled.sass_positions(r"LDG\.E\.128|STG|ACQBULK")]
-            assert order[0] == "ACQBULK", order
+        assert_no_spills(_compiled(kernel, constexprs, {}, "bf16"))

@@ -41,7 +41,7 @@ def emulated(
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from ikbo_recsys.kernels import _backend, _checks
-    from ikbo_recsys.kernels._triton import cross_attention_backward_once, cross_attention_merge, schedule
+    from ikbo_recsys.kernels._triton import cross_attention_merge, schedule
     from tests.emulator.language import emulate
 
     ran: list[str] = []
@@ -57,8 +57,7 @@ def emulated(
         patch.setattr(GluonJITFunction, "__getitem__", launcher)
         # Triton's interpreter does not know it: here one kernel ends before the next begins.
         patch.setattr(schedule, "gdc_launch_dependents", lambda: None)
-        for module in (cross_attention_merge, cross_attention_backward_once):
-            patch.setattr(module, "gdc_wait", lambda: None)
+        patch.setattr(cross_attention_merge, "gdc_wait", lambda: None)
         patch.setattr(_checks, "on_host", lambda tensor: False)
         patch.setattr(_backend, "hopper_refusal", lambda device: None)
         patch.setattr(_backend, "portable_refusal", lambda device, dtype: None)

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ikbo_recsys.kernels._gluon._attention_parts import advance, turn_pass, turn_wait, whole_rows
-from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, tma_load, wait_for_primary_grid
+from ikbo_recsys.kernels._gluon._compat import tma_load, wait_for_primary_grid
 from ikbo_recsys.kernels._gluon.cross_attention_backward import (
     clamped,
     key_block,
@@ -327,7 +327,6 @@ def attention_backward_once(
     dtype: gl.constexpr = k_desc.dtype
     # The kernel that writes delta may still be running, or the one behind it.
     wait_for_primary_grid()
-    launch_dependent_grid()
     key_heads = heads // group
     key_head = gl.program_id(0) % key_heads
     user, first_key, first, rows_out, keys = key_block(

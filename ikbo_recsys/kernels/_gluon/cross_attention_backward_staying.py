@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ikbo_recsys.kernels._gluon._attention_parts import advance, meet
-from ikbo_recsys.kernels._gluon._compat import launch_dependent_grid, wait_for_primary_grid
+from ikbo_recsys.kernels._gluon._compat import wait_for_primary_grid
 from ikbo_recsys.kernels._gluon.cross_attention_backward import clamped, key_block, store_keys
 from ikbo_recsys.kernels._gluon.cross_attention_backward_once import gradients, load_keys, load_rows, start_turns
 
@@ -178,7 +178,6 @@ def attention_backward_staying(
     slots = num_cands * seeds // 64 + num_users
     # The kernel that writes delta may still be running, or the one behind it.
     wait_for_primary_grid()
-    launch_dependent_grid()
     gl.warp_specialize(
         [
             (

@@ -6,7 +6,6 @@ Letters: N packed query rows (candidates * seeds), H query heads. The workspace 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ikbo_recsys.kernels._triton.cross_attention import load_tile
 from ikbo_recsys.kernels._triton.cross_attention_backward import places_of_rows
@@ -65,14 +64,10 @@ def finish_once(
     PERMUTED: tl.constexpr,
 ):
     """dq, contiguous `[candidates, seeds, H, HEAD_SIZE]`: the workspace's rows times the scale. Grid: tiles times
-    heads, heads fastest.
-
-    Launched with programmatic dependence: it starts where the kernel before leaves multiprocessors, and waits for it.
-    """
+    heads, heads fastest."""
     head = tl.program_id(0) % heads
     slot = tl.program_id(0) // heads
     _, row, end = tile_of_slot(offsets_ptr, slot, num_users, num_cands, seeds, 64)
-    gdc_wait()
     if row < end:
         slots = num_cands * seeds // 64 + num_users
         tile_ptr = work_ptr + (head.to(tl.int64) * slots + slot) * (64 * D)
