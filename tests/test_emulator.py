@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.emulator.scheduler import NamedBarrier, Task
 from tests.processes import INTERPRETED, interpreted, run_interpreted
 
 pytest.importorskip("triton.experimental.gluon")
@@ -153,6 +154,15 @@ def test_faults_that_depend_on_the_order_of_things(fault: str) -> None:
         except AssertionError:
             found += 1
     assert found
+
+
+def test_a_partition_arrives_once_at_a_named_barrier() -> None:
+    """Twice, it would let itself go on, and the other one wait for ever."""
+    barrier, tasks = NamedBarrier(), [Task(name, print, ()) for name in ("a", "b")]
+    assert [barrier.arrive(task) for task in (*tasks, *reversed(tasks))] == [0, 0, 1, 1]
+    barrier.arrive(tasks[0])
+    with pytest.raises(AssertionError, match="arrives for both"):
+        barrier.arrive(tasks[0])
 
 
 @gluon.jit

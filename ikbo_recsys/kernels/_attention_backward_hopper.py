@@ -175,9 +175,7 @@ class OnePass:
         padded = padded_size(head_size)
         tile, tiles = ONE_PASS_TILES[padded], row_slots(problem, BOX_ROWS)
         device = query.device
-        self._stays = padded == 64
         self._work = Room((heads, tiles, BOX_ROWS * padded), torch.float32, device)
-        self._counter = Room((1,), torch.int32, device)
         self._dq, self._dk = Room(query.shape, query.dtype, device), Room(key.shape, key.dtype, device)
         rows = [rows_layout(x, padded) for x in (query, grad)]
         history = [history_layout(x, problem.layout, BOX_ROWS, padded) for x in (key, problem.value)]
@@ -185,7 +183,9 @@ class OnePass:
         self._layouts: tuple[TensorLayout, ...] = (*rows, *history)
         self._numbers = (*problem.sizes(), heads, problem.group, problem.scale * LOG2_E, problem.scale)
         kernel, grid = attention_backward_once, blocks
-        if self._stays:
+        self._counter: Room | None = None
+        if padded == 64:
+            self._counter = Room((1,), torch.int32, device)
             self._layouts += (history_layout(key, problem.layout, BOX_ROWS, padded // 2),)
             self._numbers = (blocks, *self._numbers)
             kernel, grid = attention_backward_staying, min(blocks, multiprocessors(device))
@@ -219,11 +219,11 @@ class OnePass:
         offsets, permutation, kv = problem.index_pointers()
         with device_guard(query):
             work, dq, dk, dv = self._work(), self._dq(), self._dk(), self._dk()
-            counter = self._counter() if self._stays else None
+            counter = None if self._counter is None else self._counter()
             self._prepare((out, grad, delta, work, counter, *self._prepared))
             bases: tuple[Tensor, ...] = (query, grad, key, problem.value)
             rest: tuple[Any, ...] = (lse, delta, dk, dv, work)
-            if self._stays:
+            if counter is not None:
                 bases, rest = (*bases, key), (*rest, counter)
             launch(self._launch, self._layouts, bases, (*rest, offsets, permutation, kv, *self._numbers))
             self._finish((work, dq, offsets, permutation, *self._finished))

@@ -34,28 +34,31 @@ def test_mix(target: str, dtype: str) -> None:
     compile_kernel(mix_kernel, signature, constants, target=target, num_warps=4, num_stages=2)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_mix_with_the_most_shared_memory(target: str) -> None:
-    """The tile for few outputs fits into the 163 KiB that an A100's block can have."""
+def _tiled_mix(
+    dtype: str, m: int, d: int, has_user: bool, target: str = "sm_90", index: str = "*i32"
+) -> tuple[Compiled, GemmTile]:
+    """As the portable launches have it where there is much shared memory, chained where kernels can wait."""
     from ikbo_recsys.kernels import _tiles
     from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
 
-    tile = _tiles.mix_tile(40, 256, 866, 2, True)
+    tile = _tiles.mix_tile(m, d, 866, 2, True)
+    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), f"*{dtype}")
     strides = ["weight_stride_m", "x_stride_b", "x_stride_k"]
-    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), "*fp16")
-    signature = pointers | {"index_ptr": "*i64"} | dict.fromkeys(SIZES + strides, "i32")
-    constants = {"HAS_USER": True, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
-    constants |= {
-        "CHAINED": target != "sm_80",
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "STEP": tile.step,
-        "weight_stride_k": 1,
-        "x_stride_d": 1,
+    signature = pointers | {"index_ptr": index} | dict.fromkeys(SIZES + strides, "i32")
+    constants = {
+        **{"HAS_USER": has_user, "HAS_BIAS": False, "WEIGHT_PADDED": True, "CHAINED": target != "sm_80"},
+        **{"PRECISION": "ieee", "UNIT": 8, "ROWS": tile.rows, "COLS": tile.cols, "STEP": tile.step},
+        **{"weight_stride_k": 1, "x_stride_d": 1},
     }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    aligned = ["D", *strides, *pointers]
-    compiled = compile_kernel(mix_kernel, signature, constants, target=target, aligned=aligned, **options)
+    aligned = ["weight_stride_m", *pointers, *(["D", "x_stride_b", "x_stride_k"] if d % 128 == 0 else [])]
+    return compile_kernel(mix_kernel, signature, constants, target=target, aligned=aligned, **options), tile
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_mix_with_the_most_shared_memory(target: str) -> None:
+    """The tile for few outputs fits into the 163 KiB that an A100's block can have."""
+    compiled, _ = _tiled_mix("fp16", 40, 256, True, target, "*i64")
     assert_fits(compiled, 163 * 1024)
     assert_no_spills(compiled)
 
@@ -66,26 +69,7 @@ def test_mix_with_the_most_shared_memory(target: str) -> None:
 def test_mix_on_hopper(dtype: str, has_user: bool, m: int, d: int) -> None:
     """16-byte asynchronous copies only, pipelined wgmma, no spills, and as many blocks on a multiprocessor as the table
     says."""
-    from ikbo_recsys.kernels import _tiles
-    from ikbo_recsys.kernels._triton.compression_linear import mix_kernel
-
-    even = ["D", "x_stride_b", "x_stride_k"] if d % 128 == 0 else []
-    pointers = dict.fromkeys(("weight_ptr", "x_ptr", "bias_ptr", "user_ptr", "out_ptr"), f"*{dtype}")
-    numbers = ["D", "weight_stride_m", "x_stride_b", "x_stride_k", "M", "K", "num_users", "tiles_m", "tiles_d"]
-    signature = pointers | {"index_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
-    tile = _tiles.mix_tile(m, d, 866, 2, True)
-    constants = {"HAS_USER": has_user, "HAS_BIAS": False, "WEIGHT_PADDED": True, "PRECISION": "ieee", "UNIT": 8}
-    constants |= {
-        "CHAINED": True,
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "STEP": tile.step,
-        "weight_stride_k": 1,
-        "x_stride_d": 1,
-    }
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    aligned = [*even, "weight_stride_m", "weight_ptr", "x_ptr", "out_ptr", "user_ptr"]
-    compiled = compile_kernel(mix_kernel, signature, constants, aligned=aligned, **options)
+    compiled, tile = _tiled_mix(dtype, m, d, has_user)
     assert {name for name, _ in compiled.sass_positions("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
     assert {name for name, _ in compiled.sass_positions("STG")} == {"STG.E.128"}
     check_portable_on_hopper(compiled, tile)

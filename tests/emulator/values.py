@@ -142,8 +142,7 @@ class Product(Value):
         try:
             self._x = self._compute()
         except UnfencedError as error:
-            # Harmless where the result is dropped.
-            self._x, self._error = torch.full(self._shape, float("nan")), error
+            self._error = error  # harmless where the result is dropped
         self._compute = None
 
     @property
