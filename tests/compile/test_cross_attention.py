@@ -190,6 +190,23 @@ def test_hopper_forward_waits_for_values_after_the_softmax(form: dict[str, Any])
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("form", [{}, {"SHARES": 1}])
+def test_hopper_forward_rescales_beside_the_product_with_keys(head_size: int, form: dict[str, Any]) -> None:
+    """The accumulator is multiplied by its factors between Q.K and P.V, not before both."""
+    runs = _runs(_forward(head_size, **form), "HGMMA", "FMUL")
+    products = [("HGMMA", head_size // 16), ("FMUL", head_size // 2), ("HGMMA", 8)]
+    # Two consumers, each with a main loop and the step between two items.
+    assert sum(runs[at : at + 3] == products for at in range(len(runs))) == 4, runs
+
+
+def test_hopper_forward_loads_keys_before_the_second_consumers_rows() -> None:
+    """The first consumer begins with half of the rows and a block of keys."""
+    ptx = _forward(128).kernel.asm["ptx"]
+    # Each in two halves of 64 columns; rows have three coordinates, keys four.
+    assert "".join(re.findall(r"tensor\.(\d)d\.shared::cta\.global", ptx)).startswith("334433")
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("both", [False, True])
 def test_hopper_query_gradient_works_beside_its_products(head_size: int, both: bool) -> None:
     """Order of the main loop: three products are issued, the exponentials of the step begin beside them, and the last

@@ -182,6 +182,7 @@ gl = SimpleNamespace(
     arange=_arange,
     zeros=_zeros,
     zeros_like=lambda x: Value(torch.zeros_like(raw(x))),
+    full_like=lambda x, value: Value(torch.full_like(raw(x), value)),
     where=_where,
     minimum=_extreme(torch.minimum),
     maximum=_extreme(torch.maximum),

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from ikbo_recsys.kernels._gluon._attention_parts import (
+    rescale,
     send_rows,
     store_lse,
     turn_pass,
@@ -102,14 +103,19 @@ def next_softmax(
 
 @gluon.jit
 def issue(
-    WHO: gl.constexpr, query, k_buf, zero, weights, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr, D: gl.constexpr,
-    TURNS: gl.constexpr,
+    WHO: gl.constexpr, query, k_buf, zero, weights, factor, v_buf, v_ready, v_phase, out, KEYS: gl.constexpr,
+    D: gl.constexpr, mmo: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Start the product with keys, and the one with values behind it; with large heads in this consumer's turn on the
-    tensor cores, where TURNS are taken."""
+    tensor cores, where TURNS are taken.
+
+    In between, while the former runs, what has been added up so far is multiplied by `factor`.
+    """
     if TURNS and D > 64:
         turn_wait(WHO)
     scores = warpgroup_mma(query, k_buf.reshape([KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    of_out = gl.convert_layout(factor, gl.SliceLayout(1, mmo))[:, None]
+    out = rescale(out, of_out.broadcast_to((64, D)), D)
     mbarrier.wait(v_ready, v_phase)
     out = warpgroup_mma(weights, v_buf.reshape([KEYS, D]), out, is_async=True)
     if TURNS and D > 64:

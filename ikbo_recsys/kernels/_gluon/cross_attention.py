@@ -15,7 +15,8 @@ tiles of 64 rows, two blocks share a multiprocessor: for users with few rows.
   otherwise.
 - A row's maximum moves as soon as it is exceeded, so that its largest weight is 1, which rounding leaves alone.
   (Letting it be exceeded by up to 2^8 takes 3% less time, at 3 to 5% more error.) Multiplying the accumulator by 1,
-  where maxima stay, is skipped by eight rows of a warp at a time, which has no influence on a result.
+  where maxima stay, is skipped by eight rows of a warp at a time, which has no influence on a result. It is multiplied
+  a step late, while the next product with keys runs, which does not need it.
 - Where the last round would leave many blocks without work, or there is not one round, blocks share tiles:
   `_attention_shares.py`.
 """
@@ -24,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ikbo_recsys.kernels._gluon._attention_parts import advance, hold, key_blocks, read_tile, rescale, turn_pass
+from ikbo_recsys.kernels._gluon._attention_parts import advance, hold, key_blocks, read_tile, turn_pass
 from ikbo_recsys.kernels._gluon._attention_producer import producer
 from ikbo_recsys.kernels._gluon._attention_shares import (
     announced,
@@ -93,11 +94,12 @@ def _consumer(
                 out = gl.zeros((64, D), gl.float32, layout=mmo)
             if SHARES == 0:
                 stop = key_blocks(keys, KEYS)
+            factor = gl.full_like(row_max, 1.0)
             for j in range(begin + 1, stop):
                 mbarrier.wait(k_full.index(ks), kp)
                 scores_t, out_t = issue(
-                    WHO, query, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D,
-                    CONSUMERS > 1,
+                    WHO, query, k_bufs.index(ks), zero, weights, factor, v_bufs.index(vs), v_full.index(vs), vp, out,
+                    KEYS, D, mmo, CONSUMERS > 1,
                 )  # fmt: skip
                 scores = warpgroup_mma_wait(1, deps=(scores_t,))
                 mbarrier.arrive(k_empty.index(ks), count=1)
@@ -114,8 +116,6 @@ def _consumer(
                 out, _kept = warpgroup_mma_wait(0, deps=(out_t, weights))
                 mbarrier.arrive(v_empty.index(vs), count=1)
                 vs, vp = advance(vs, vp, STAGES)
-                of_out = gl.convert_layout(factor, gl.SliceLayout(1, mmo))[:, None]
-                out = rescale(out, of_out.broadcast_to((64, D)), D)
                 weights = weights_n
             # The item's last product with values beside the next item's first with keys.
             mbarrier.arrive(q_empty.index(qs * CONSUMERS + WHO), count=1)
@@ -127,8 +127,8 @@ def _consumer(
             following = q_bufs.index(qs * CONSUMERS + WHO).reshape([64, D])
             mbarrier.wait(k_full.index(ks), kp, pred=more)
             scores_t, out_t = issue(
-                WHO, following, k_bufs.index(ks), zero, weights, v_bufs.index(vs), v_full.index(vs), vp, out, KEYS, D,
-                CONSUMERS > 1,
+                WHO, following, k_bufs.index(ks), zero, weights, factor, v_bufs.index(vs), v_full.index(vs), vp, out,
+                KEYS, D, mmo, CONSUMERS > 1,
             )  # fmt: skip
             scores = warpgroup_mma_wait(1, deps=(scores_t,))
             mbarrier.arrive(k_empty.index(ks), count=1, pred=more)
