@@ -190,13 +190,16 @@ def test_hopper_forward_waits_for_values_after_the_softmax(form: dict[str, Any])
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("form", [{}, {"SHARES": 1}])
+@pytest.mark.parametrize("form", [{}, {"both": True}, {"SHARES": 1}, {"SHARES": 8}, {"CONSUMERS": 1}])
 def test_hopper_forward_rescales_beside_the_product_with_keys(head_size: int, form: dict[str, Any]) -> None:
     """The accumulator is multiplied by its factors between Q.K and P.V, not before both."""
+    from ikbo_recsys.kernels._attention_hopper import FORWARD_TILES, NARROW_TILES
+
+    tile = (NARROW_TILES if form == {"CONSUMERS": 1} else FORWARD_TILES)[head_size]
     runs = _runs(_forward(head_size, **form), "HGMMA", "FMUL")
-    products = [("HGMMA", head_size // 16), ("FMUL", head_size // 2), ("HGMMA", 8)]
-    # Two consumers, each with a main loop and the step between two items.
-    assert sum(runs[at : at + 3] == products for at in range(len(runs))) == 4, runs
+    products = [("HGMMA", head_size // 16), ("FMUL", head_size // 2), ("HGMMA", tile.keys // 16)]
+    # Each consumer has a main loop and the step between two items.
+    assert sum(runs[at : at + 3] == products for at in range(len(runs))) == 2 * tile.consumers, runs
 
 
 def test_hopper_forward_loads_keys_before_the_second_consumers_rows() -> None:

@@ -14,9 +14,9 @@ tiles of 64 rows, two blocks share a multiprocessor: for users with few rows.
 - Query rows come by TMA where they are adjacent (grouped candidates, or a number of seeds that 64 divides), row by row
   otherwise.
 - A row's maximum moves as soon as it is exceeded, so that its largest weight is 1, which rounding leaves alone.
-  (Letting it be exceeded by up to 2^8 takes 3% less time, at 3 to 5% more error.) Multiplying the accumulator by 1,
-  where maxima stay, is skipped by eight rows of a warp at a time, which has no influence on a result. It is multiplied
-  a step late, while the next product with keys runs, which does not need it.
+  (Letting it be exceeded by up to 2^8 gives 3 to 5% more error.) The accumulator is multiplied a step late, while the
+  next product with keys runs, which does not need it. Multiplying it by 1, where maxima stay, is skipped by eight rows
+  of a warp at a time, which has no influence on a result.
 - Where the last round would leave many blocks without work, or there is not one round, blocks share tiles:
   `_attention_shares.py`.
 """
