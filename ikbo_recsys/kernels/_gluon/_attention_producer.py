@@ -116,8 +116,8 @@ def producer(
                 mbarrier.wait(q_empty.index(qs * CONSUMERS + i), qp ^ 1)
             begin = announce(flags_ptr, begins.index(qs), begin)
         begins_at = (blocks - 1 - begin) * KEYS
-        if not GATHER:
-            for i in gl.static_range(CONSUMERS):
+        for i in gl.static_range(CONSUMERS):
+            if not GATHER:
                 mbarrier.wait(q_empty.index(qs * CONSUMERS + i), qp ^ 1)
                 mbarrier.expect(q_full.index(qs * CONSUMERS + i), 64 * D * 2)
                 load_rows(
@@ -125,12 +125,11 @@ def producer(
                     q_full.index(qs * CONSUMERS + i), q_bufs.index(qs * CONSUMERS + i), None,
                     PERMUTED,
                 )  # fmt: skip
-                if i == 0:
-                    # Before the second consumer's rows: the first one begins earlier.
-                    _load_block(k_desc, k_full, k_empty, k_bufs, where, begins_at, kv_head, ks, kp, KEYS, D, JAGGED)
+            if i == 0:
+                # Before the second consumer's rows: the first one begins earlier.
+                _load_block(k_desc, k_full, k_empty, k_bufs, where, begins_at, kv_head, ks, kp, KEYS, D, JAGGED)
+        if not GATHER:
             qs, qp = advance(qs, qp, 2)
-        else:
-            _load_block(k_desc, k_full, k_empty, k_bufs, where, begins_at, kv_head, ks, kp, KEYS, D, JAGGED)
         ks, kp = advance(ks, kp, STAGES)
         if turn > first_turn:
             tail_phase = _load_values(
