@@ -62,9 +62,7 @@ class Mix:
             "COLS": tile.cols,
             "STEP": tile.step,
         }
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if chained and has_user:
-            options["launch_pdl"] = True
+        options = tile.options(waits=chained and has_user)
         self._launch = Launch(mix_kernel, None, batch * tiles_m * tiles_d, constants, **options)
 
     def __call__(
@@ -117,8 +115,7 @@ class OuterSum:
             "COLS": tile.cols,
             "STEP": tile.step,
         }
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self._launch = Launch(outer_sum_kernel, None, splits * tiles_m * tiles_k, constants, **options)
+        self._launch = Launch(outer_sum_kernel, None, splits * tiles_m * tiles_k, constants, **tile.options())
 
     def __call__(self, grad_BMD: Tensor, x_BKD: Tensor) -> Tensor:
         with _launch.device_guard(x_BKD):

@@ -197,9 +197,7 @@ class Part:
             "COLS": tile.cols,
             "STEP": tile.step,
         }
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if chained and has_user:
-            options["launch_pdl"] = True
+        options = tile.options(waits=chained and has_user)
         self._launch = _plan.Launch(linear_kernel, None, cdiv(batch, tile.rows) * tiles_m, constants, **options)
 
     def __call__(

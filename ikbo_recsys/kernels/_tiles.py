@@ -50,6 +50,12 @@ class GemmTile:
     stages: int
     blocks: int = 1
 
+    def options(self, waits: bool = False) -> dict[str, int]:
+        """Of a launch; `waits` says that the kernel may start while the one before it runs, and waits for its end by
+        itself."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"launch_pdl": True} if waits else options
+
 
 # ---- linear compression and linear ---------------------------------------------------------------------------------
 
