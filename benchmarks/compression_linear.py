@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.builders import MAX_AUTOTUNE, make_index, num_users, ours, torch_way, training
 from benchmarks.cases import Benchmark, Case, Inputs
-from benchmarks.providers import FBGEMM_HINT, Provider, keep_configurations, optional_import
+from benchmarks.providers import FBGEMM_HINT, Provider, keep_configurations, optional_import, stand_in_for_tlx
 from ikbo_recsys.kernels import compression_linear
 
 OPERANDS = ("user", "cand", "weight")
@@ -112,7 +112,8 @@ def candidate_gemm(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def fbgemm_triton(inputs: Inputs) -> Callable[[], Tensor]:
-    module = optional_import("ikbo.ops.triton_ikbo_lce", FBGEMM_HINT)
+    with stand_in_for_tlx():
+        module = optional_import("ikbo.ops.triton_ikbo_lce", FBGEMM_HINT)
     keep_configurations(
         module.triton_ikbo_lce_kernel, lambda config: config.kwargs["BK"] == 64 and config.num_stages in (3, 4)
     )
@@ -121,6 +122,7 @@ def fbgemm_triton(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def fbgemm_tlx(inputs: Inputs) -> Callable[[], Tensor]:
+    optional_import("triton.language.extra.tlx", FBGEMM_HINT)
     module = optional_import("ikbo.ops.tlx_ikbo_lce", FBGEMM_HINT)
     keep_configurations(
         module.tlx_ikbo_lce_kernel,

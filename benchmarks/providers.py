@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +49,27 @@ def optional_import(module: str, hint: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:  # a rival may fail to import in any way it likes
         raise AbsentError(f"{module}: {type(error).__name__}: {str(error)[:80]}. To get it: {hint}") from error
+
+
+@contextmanager
+def stand_in_for_tlx() -> Iterator[None]:
+    """Where Triton has no TLX, an empty module of that name: FBGEMM's Triton kernels do not use it, but take a function
+    from the module of the TLX ones, which imports it."""
+    from triton.language import extra
+
+    name = "triton.language.extra.tlx"
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        tlx = types.ModuleType(name)
+        tlx.__getattr__ = lambda attribute: None  # type: ignore[method-assign]
+        sys.modules[name] = extra.tlx = tlx
+        try:
+            yield
+        finally:
+            del sys.modules[name], extra.tlx
+    else:
+        yield
 
 
 def keep_configurations(kernel: Any, keep: Callable[[Any], bool]) -> None:

@@ -89,8 +89,9 @@ def test_every_shape_has_a_tile() -> None:
                     # One block has 99 KiB on the smallest target, 163 KiB and more elsewhere; an outer sum's limit is
                     # H100's, compiled for in tests/compile.
                     tiles = [
-                        (_tiles.mix_tile(rows, cols, contracted, size, False), 99),
-                        (_tiles.mix_tile(rows, cols, contracted, size, True), 163),
+                        (_tiles.mix_tile(rows, cols, contracted, size, False, True), 99),
+                        (_tiles.mix_tile(rows, cols, contracted, size, True, True), 163),
+                        (_tiles.mix_tile(rows, cols, contracted, size, False, False), 99),
                         (_tiles.outer_tile(rows, cols, contracted, size, False), 99),
                         (_tiles.outer_tile(rows, cols, contracted, size, True), 227),
                         (_tiles.linear_tile(cols, contracted, size), 99),
@@ -100,6 +101,32 @@ def test_every_shape_has_a_tile() -> None:
                         assert all(n & (n - 1) == 0 for n in (tile.rows, tile.cols, tile.step))
                         bytes_ = (tile.rows + tile.cols) * tile.step * size * tile.stages
                         assert bytes_ * tile.blocks <= max(kilobytes, 227 * (tile.blocks > 1)) * 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "contracted", "tile"),
+    [
+        (433, 256, 866, (128, 256)),  # 512 rows of tiles, not 448
+        (262, 256, 866, (64, 256)),  # 320, not 384
+        (433, 256, 125, (64, 256)),  # a short sum
+        (96, 256, 400, (128, 256)),
+        (40, 256, 830, (64, 256)),
+        (433, 128, 866, (128, 128)),
+        (433, 64, 866, (128, 64)),
+    ],
+)
+def test_tall_tiles_where_they_fill_up_little(rows: int, cols: int, contracted: int, tile: tuple[int, int]) -> None:
+    """What was faster on an H200 (docs/performance.md); where a block has less shared memory it does not fit."""
+    found = _tiles.mix_tile(rows, cols, contracted, 2, True, True)
+    assert (found.rows, found.cols) == tile
+    assert _tiles.mix_tile(rows, 256, contracted, 2, False, True).rows == 64
+    assert _tiles.mix_tile(rows, 256, contracted, 4, True, True).rows == 64
+
+
+def test_users_parts_for_few_outputs_have_narrow_tiles() -> None:
+    tiles = [_tiles.mix_tile(40, cols, 1126, 2, True, False) for cols in (64, 128, 256)]
+    assert [(tile.cols, tile.stages) for tile in tiles] == [(64, 4), (128, 4), (128, 4)]
+    assert _tiles.mix_tile(433, 256, 1178, 2, True, False) == _tiles.mix_tile(433, 256, 1178, 2, True, True)
 
 
 def test_first_row_that_fits() -> None:

@@ -44,7 +44,7 @@ class Mix:
         batch, num_k, size = x_BKD.shape
         num_m = weight_MK.shape[0]
         large_memory = _backend.has_large_shared_memory(x_BKD.device)
-        tile = _tiles.mix_tile(num_m, size, num_k, x_BKD.element_size(), large_memory)
+        tile = _tiles.mix_tile(num_m, size, num_k, x_BKD.element_size(), large_memory, has_user)
         tiles_m, tiles_d = cdiv(num_m, tile.rows), cdiv(size, tile.cols)
         self._out = _launch.Room((batch, num_m, size), out_dtype, x_BKD.device)
         unit = _launch.row_unit(x_BKD)

@@ -61,15 +61,23 @@ class GemmTile:
 
 # The loads of one step and stage are (rows + cols) * step elements; two-byte types have twice the step of fp32.
 _MIX = (
-    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"rows": 64, "cols": 64}),
-    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4), {"rows": 64, "cols": 128}),
-    Row(GemmTile(rows=128, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=3), {"rows": 64, "cols": 64}),
+    Row(GemmTile(rows=128, cols=64, step=64, warps=4, stages=3), {"cols": 64}),
     # Several blocks on a multiprocessor: one loads and stores while another multiplies.
     Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=3, blocks=2), {"cols": 128}),
     Row(GemmTile(rows=64, cols=256, step=32, warps=4, stages=4, blocks=2)),
 )
-# One row of tiles reads x once: what counts is how many bytes are on their way.
-_MIX_LARGE_MEMORY = (*_MIX[:2], Row(GemmTile(rows=64, cols=256, step=64, warps=8, stages=4), {"rows": 64}), *_MIX[2:])
+# Of a user's part for few outputs: few tiles, each alone on its multiprocessor, so what is on its way counts.
+_MIX_FEW = (
+    Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4), {"cols": 64}),
+    Row(GemmTile(rows=64, cols=128, step=64, warps=4, stages=4)),
+)
+# Tiles that read x half as often, where that pays (`_is_tall`).
+_MIX_TALL = (
+    _MIX[1],
+    Row(GemmTile(rows=128, cols=128, step=64, warps=4, stages=3, blocks=2), {"cols": 128}),
+    Row(GemmTile(rows=128, cols=256, step=64, warps=8, stages=3)),
+)
 # What it reads goes through L2 once for every tile: rows + cols per rows * cols of arithmetic, so large tiles.
 _OUTER = (
     Row(GemmTile(rows=64, cols=64, step=64, warps=4, stages=4, blocks=2), {"rows": 64, "cols": 64}),
@@ -90,13 +98,25 @@ _LINEAR = (
 )
 
 
-def mix_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:
+def mix_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool, has_user: bool) -> GemmTile:
     """The tile of `out[b] = weight @ x[b]` for `rows x contracted` weights and `cols` columns of x.
 
-    `large_memory` is `_backend.has_large_shared_memory`.
+    `large_memory` is `_backend.has_large_shared_memory`; without `has_user` it is most often a user's part itself.
     """
-    table = _MIX_LARGE_MEMORY if large_memory else _MIX
+    table: Sequence[Row[GemmTile]] = _MIX
+    if large_memory and element_size == 2 and _is_tall(rows, contracted):
+        table = _MIX_TALL
+    elif rows <= 64 and not has_user:
+        table = _MIX_FEW
     return _fit(pick(table, rows=rows, cols=cols), contracted, element_size)
+
+
+def _is_tall(rows: int, contracted: int) -> bool:
+    """Whether 128 rows of a weight go into a tile, not 64: if that adds at most a seventh to the rows with which the
+    last tiles are filled up, and if the sum is long, since in a short one a tile is mostly its beginning and its end,
+    which other tiles on the multiprocessor hide."""
+    short, tall = -(-rows // 64) * 64, -(-rows // 128) * 128
+    return contracted > 256 and 7 * tall <= 8 * short
 
 
 def outer_tile(rows: int, cols: int, contracted: int, element_size: int, large_memory: bool) -> GemmTile:

@@ -56,9 +56,11 @@ def mix_kernel(
     Sixteen bits for `user` are half the bytes of it and, with tiles of 128 x 128, the registers between one and two
     blocks on a multiprocessor; its sum with the products is taken in fp32.
 
-    With WEIGHT_PADDED the weight has columns of zeros up to a multiple of STEP, so that its loads need no mask: a mask
-    that ends in the middle of 16 bytes makes them loads of single elements. D, x_stride_b and x_stride_k are counted in
-    UNITs of elements (`_launch.row_unit`).
+    With WEIGHT_PADDED the weight has columns of zeros up to a multiple of STEP, so that its loads need no mask along K:
+    one that ends in the middle of 16 bytes makes them loads of single elements. Rows past M are masked. If they read
+    row M - 1 instead, every tile at the end would ask for the same few lines once per such row, of the few slices of L2
+    that have them: at M = 40 all tiles of the batch waited for those (docs/performance.md). D, x_stride_b and
+    x_stride_k are counted in UNITs of elements (`_launch.row_unit`).
 
     CHAINED (programmatic dependent launch): the kernel behind a user's part, which is the one that looks it up, may
     start at once, and waits for the part's end when it has its products.
@@ -70,28 +72,29 @@ def mix_kernel(
     rows = tile_m * ROWS + tl.arange(0, ROWS)
     cols = tile_d * COLS + tl.arange(0, COLS)
     steps = tl.arange(0, STEP)
-    # Rows past M read row M - 1: the loads need no mask for them, the store has it. (Columns past D do not read column
-    # D - 1: a minimum along the contiguous dimension hides from the compiler that it is contiguous.)
-    weight_ptrs = weight_ptr + tl.minimum(rows, M - 1)[:, None] * weight_stride_m + steps[None, :] * weight_stride_k
+    is_row = (rows < M)[:, None]
+    weight_ptrs = weight_ptr + rows[:, None] * weight_stride_m + steps[None, :] * weight_stride_k
     # int64: in a transposed view the step from one feature or column to the next may be the size of the whole batch.
     wide_steps, wide_cols = steps.to(tl.int64), cols.to(tl.int64)
     x_row = x_ptr + b * x_stride_b * UNIT
     x_ptrs = x_row + wide_steps[:, None] * x_stride_k * UNIT + wide_cols[None, :] * x_stride_d
     x_step = tl.full((), STEP * UNIT, tl.int64) * x_stride_k
+    if HAS_USER:
+        # Before the products: behind them its latency would come on top of that of the user's tile.
+        u = tl.load(index_ptr + b).to(tl.int64)
+        u = tl.minimum(tl.maximum(u, 0), num_users - 1)
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, STEP):
         inside = steps < K - k
-        weight = tl.load(weight_ptrs) if WEIGHT_PADDED else tl.load(weight_ptrs, mask=inside[None, :], other=0.0)
+        weight = tl.load(weight_ptrs, mask=is_row if WEIGHT_PADDED else is_row & inside[None, :], other=0.0)
         x = tl.load(x_ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
         acc = tl.dot(weight, x, acc, input_precision=PRECISION)
         weight_ptrs += STEP * weight_stride_k
         x_ptrs += x_step
     # The offsets within one batch row of the output: 32 bits hold them, and take half the registers.
     place = rows[:, None] * D + cols[None, :]
-    inside = (rows < M)[:, None] & (cols < D)[None, :]
+    inside = is_row & (cols < D)[None, :]
     if HAS_USER:
-        u = tl.load(index_ptr + b).to(tl.int64)
-        u = tl.minimum(tl.maximum(u, 0), num_users - 1)
         if CHAINED:
             gdc_wait()
         acc += tl.load(user_ptr + u * M * D + place, mask=inside, other=0.0).to(tl.float32)
@@ -136,9 +139,10 @@ def outer_sum_kernel(
     rows = tile_m * ROWS + tl.arange(0, ROWS)
     cols = tile_k * COLS + tl.arange(0, COLS)
     inner = tl.arange(0, STEP)
-    # int64: see above. Rows past the end read the last one, as there.
-    grad_rows = grad_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * grad_stride_m
-    x_cols = x_ptr + tl.minimum(cols, K - 1).to(tl.int64)[None, :] * x_stride_k
+    # int64: see above. Rows past the end read the first ones, not all of them the last one: see there, too. (With two
+    # operands in shared memory masks cost a tenth.)
+    grad_rows = grad_ptr + (rows % M).to(tl.int64)[:, None] * grad_stride_m
+    x_cols = x_ptr + (cols % K).to(tl.int64)[None, :] * x_stride_k
     first = split * per_split
     last = tl.minimum(first + per_split, steps)
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)

@@ -69,7 +69,14 @@ def linear_kernel(
     # int64: in a transposed view the step from one feature to the next is the size of the whole batch.
     x_ptrs = x_ptr + tl.minimum(rows, B - 1)[:, None] * x_stride_b * UNIT + steps.to(tl.int64)[None, :] * x_stride_k
     x_step = tl.full((), STEP, tl.int64) * x_stride_k
-    weight_ptrs = weight_ptr + tl.minimum(cols, M - 1)[None, :] * weight_stride_m + steps[:, None] * weight_stride_k
+    # Outputs past M read the weights of the first ones: if all read the last one's, its few lines would be asked for by
+    # every tile at the end, many times over. (A mask for them costs 3%; the batch's one tile at the end may do it.)
+    weight_ptrs = weight_ptr + (cols % M)[None, :] * weight_stride_m + steps[:, None] * weight_stride_k
+    is_row = places < B - first
+    if HAS_USER:
+        # Before the products: behind them its latency would come on top of that of the user's rows.
+        u = tl.load(index_ptr + first + places, mask=is_row, other=0).to(tl.int64)
+        u = tl.minimum(tl.maximum(u, 0), num_users - 1)
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, STEP):
         inside = steps < K - k
@@ -78,11 +85,8 @@ def linear_kernel(
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
         x_ptrs += x_step
         weight_ptrs += STEP * weight_stride_k
-    is_row = places < B - first
     inside = is_row[:, None] & (cols < M)[None, :]
     if HAS_USER:
-        u = tl.load(index_ptr + first + places, mask=is_row, other=0).to(tl.int64)
-        u = tl.minimum(tl.maximum(u, 0), num_users - 1)
         if CHAINED:
             gdc_wait()
         acc += tl.load(user_ptr + u[:, None] * M + cols[None, :], mask=inside, other=0.0).to(tl.float32)
