@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import struct
 import threading
@@ -228,10 +229,12 @@ def test_kernels_of_a_first_call_are_compiled_at_the_same_time(gpu: StandIn, cap
         pytest.skip("this Triton compiles one kernel after the other")
     began = {"fill_tile_table": threading.Event(), "attention_forward": threading.Event()}
     together: list[bool] = []
+    collecting: list[bool] = []
 
     def listen(src: Any, **_: Any) -> None:
         """Called as a kernel is compiled: waits until the other one is, too."""
         began[src.name].set()
+        collecting.append(gc.isenabled())
         together.append(all(event.wait(60) for event in began.values()))
 
     # int32 and this head size: compiled by no other test of this process.
@@ -242,7 +245,28 @@ def test_kernels_of_a_first_call_are_compiled_at_the_same_time(gpu: StandIn, cap
         launches = gpu.launches(lambda: cross_attention(query, key, value, index))
     assert [launch.kernel for launch in launches] == ["fill_tile_table", "attention_forward"]
     assert together == [True, True]
+    assert (collecting, gc.isenabled()) == ([False, False], True)
     assert not [record for record in caplog.records if record.name.startswith("ikbo_recsys")]
+
+
+@inside
+def test_a_thread_compiles_other_kernels_after_one_that_fails(gpu: StandIn) -> None:
+    import triton
+
+    def fail(**_: Any) -> None:
+        raise InterruptedError
+
+    # Head sizes that no other test of this process has, and an index of its own for each call, whose table it makes.
+    first, second = [(*make(gpu, torch.float16, 128, size=size), make_index(gpu, U, B)) for size in (56, 72)]
+    with use_backend("gluon"), torch.no_grad():
+        _plan.forget()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton.knobs.compilation, "listener", fail)
+            with pytest.raises(InterruptedError):
+                cross_attention(*first)
+        _plan.forget()
+        launches = gpu.launches(lambda: cross_attention(*second))
+    assert [launch.kernel for launch in launches] == ["fill_tile_table", "attention_forward"]
 
 
 @inside

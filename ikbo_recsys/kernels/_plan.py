@@ -11,6 +11,7 @@ Neither keeps a tensor: what is remembered is what was seen of them.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -258,11 +259,36 @@ class _Together:
             with torch.cuda.device(device):
                 _ = compiled.run
 
-        with ThreadPoolExecutor(len(new)) as threads:
-            with triton.AsyncCompileMode(threads):
+        with _uncollected(), ThreadPoolExecutor(len(new)) as threads:
+            _start_compiler(threads)
+            # An error without `ignore_errors` leaves the mode on: this thread could compile nothing any more.
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
                 found = [launch.compile(arguments, layouts) for launch, arguments, layouts in new]
             kernels = {id(x): x for x in (y.result() if hasattr(y, "result") else y for y in found)}
             list(threads.map(load, kernels.values()))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection. Where it runs Python code (`gc.callbacks`, as of metrics), the lock changes hands in
+    the middle of `ast.parse`, and that fails in a second thread, in Python 3.11.7 for one."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _start_compiler(threads: ThreadPoolExecutor) -> None:
+    """What Triton does once per process before it compiles: it hashes its own 400 MB while a C compiler, where the
+    kernel cache is empty, makes its driver module. Each takes 0.2 to 0.4 s, most of it without Python's lock."""
+    from triton.runtime import cache, driver
+
+    hashed = threads.submit(getattr(cache, "triton_key", lambda: None))
+    _ = driver.active.get_current_target()
+    hashed.result()
 
 
 _together: _Together | None = None
