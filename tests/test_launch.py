@@ -92,6 +92,7 @@ def test_every_shape_has_a_tile() -> None:
                         (_tiles.mix_tile(rows, cols, contracted, size, False, True), 99),
                         (_tiles.mix_tile(rows, cols, contracted, size, True, True), 163),
                         (_tiles.mix_tile(rows, cols, contracted, size, False, False), 99),
+                        (_tiles.mix_tile(rows, cols, contracted, size, True, False), 163),
                         (_tiles.outer_tile(rows, cols, contracted, size, False), 99),
                         (_tiles.outer_tile(rows, cols, contracted, size, True), 227),
                         (_tiles.linear_tile(cols, contracted, size), 99),

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -229,6 +230,12 @@ class Launch:
         full = _checked(arguments, layouts)
         return self._kernel.warmup(*full, grid=(self._blocks,), **self._constants, **self._options)
 
+    def drop_unfinished(self) -> None:
+        """Triton 3.7 keeps what failed under `AsyncCompileMode`, and raises it again at every call of its kind."""
+        for cache, *_ in getattr(self._kernel, "device_caches", {}).values():
+            for key in [key for key, compiled in cache.items() if hasattr(compiled, "future")]:
+                del cache[key]
+
 
 class _Together:
     """The launches of one thread that wait for each other's kernels to be compiled."""
@@ -259,13 +266,21 @@ class _Together:
             with torch.cuda.device(device):
                 _ = compiled.run
 
-        with _uncollected(), ThreadPoolExecutor(len(new)) as threads:
-            _start_compiler(threads)
-            # An error without `ignore_errors` leaves the mode on: this thread could compile nothing any more.
+        def start() -> list[Any]:
             with triton.AsyncCompileMode(threads, ignore_errors=True):
-                found = [launch.compile(arguments, layouts) for launch, arguments, layouts in new]
-            kernels = {id(x): x for x in (y.result() if hasattr(y, "result") else y for y in found)}
-            list(threads.map(load, kernels.values()))
+                return [launch.compile(arguments, layouts) for launch, arguments, layouts in new]
+
+        try:
+            with _uncollected(), ThreadPoolExecutor(len(new)) as threads:
+                _start_compiler(threads)
+                # In a context of its own, where the mode is kept: an interrupt leaves it on, and this thread could
+                # compile nothing any more.
+                found = copy_context().run(start)
+                kernels = {id(x): x for x in (y.result() if hasattr(y, "result") else y for y in found)}
+                list(threads.map(load, kernels.values()))
+        finally:
+            for launch, _, _ in new:
+                launch.drop_unfinished()
 
 
 @contextmanager
