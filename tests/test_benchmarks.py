@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks import builders, compression_linear, plot, run, table, timing
 from benchmarks.cases import Benchmark, Case, load
-from benchmarks.providers import AbsentError, Provider
+from benchmarks.providers import AbsentError, Provider, optional_import, stand_in_for_tlx
 
 SMALL = {
     "compression_linear": {"B": 130, "ratio": 40, "M": 7, "D": 8, "Ku": 5, "Kc": 9},
@@ -293,3 +294,21 @@ def test_committed_results_are_readable(path: Path) -> None:
     assert all(text.count("\n") >= 2 for text in table.tables(rows))
     runs = json.loads(path.read_text()).get("runs") or [json.loads(path.read_text())]
     assert all({"gpu", "torch", "triton", "clock"} <= set(run["environment"]) for run in runs)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_stands_in_for_tlx_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """So that who needs it is absent, and says how to get it."""
+    pytest.importorskip("triton")
+    name = f"a_rival_that_{'works' if works else 'fails'}"  # modules are imported once
+    (tmp_path / f"{name}.py").write_text(
+        "import triton.language.extra.tlx as tlx\nwanted = tlx.anything\n" + ("" if works else "raise ValueError")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with contextlib.suppress(AbsentError), stand_in_for_tlx():
+        optional_import(name, "a hint")
+        assert works
+    with pytest.raises(AbsentError, match="a hint"):
+        optional_import("triton.language.extra.tlx", "a hint")

@@ -7,6 +7,8 @@ wrong.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -141,6 +143,23 @@ def test_outer_sum(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: i
     same = grad[:1].expand_as(grad)
     expected = torch.einsum("md,bkd->mk", grad[0].double(), x.double())
     assert relative_error(OuterSum(same, x)(same, x), expected) < 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("has_user", [False, True])
+@pytest.mark.parametrize(("m", "k", "size"), [(40, 300, 256), (130, 300, 64), (250, 260, 100), (250, 70, 200)])
+def test_mix_with_every_tile(
+    monkeypatch: pytest.MonkeyPatch, large: bool, has_user: bool, m: int, k: int, size: int
+) -> None:
+    """Behind the weight's last row there is nothing to be read."""
+    monkeypatch.setattr(_backend, "has_large_shared_memory", lambda device: large)
+    weight = torch.full((m + 128, k), math.nan, dtype=torch.float16)[:m].normal_()
+    x, user, index = torch.randn(3, k, size, dtype=torch.float16), torch.randn(2, m, size), torch.tensor([1, 0, 1])
+    user = user.half()
+    expected = weight.double() @ x.double() + (user.double()[index] if has_user else 0)
+    result = Mix(weight, x, torch.float32, has_user=has_user)(weight, x, *((user, index) if has_user else ()))
+    assert relative_error(result, expected) < 1e-6
 
 
 @interpreted
