@@ -122,6 +122,7 @@ def fbgemm_triton(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def fbgemm_tlx(inputs: Inputs) -> Callable[[], Tensor]:
+    # Where it was only stood in for, the module below may be there already.
     optional_import("triton.language.extra.tlx", FBGEMM_HINT)
     module = optional_import("ikbo.ops.tlx_ikbo_lce", FBGEMM_HINT)
     keep_configurations(

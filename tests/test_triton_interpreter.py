@@ -155,8 +155,8 @@ def test_mix_with_every_tile(
     """Behind the weight's last row there is nothing to be read."""
     monkeypatch.setattr(_backend, "has_large_shared_memory", lambda device: large)
     weight = torch.full((m + 128, k), math.nan, dtype=torch.float16)[:m].normal_()
-    x, user, index = torch.randn(3, k, size, dtype=torch.float16), torch.randn(2, m, size), torch.tensor([1, 0, 1])
-    user = user.half()
+    x, user = (torch.randn(*shape, size, dtype=torch.float16) for shape in ((3, k), (2, m)))
+    index = torch.tensor([1, 0, 1])
     expected = weight.double() @ x.double() + (user.double()[index] if has_user else 0)
     result = Mix(weight, x, torch.float32, has_user=has_user)(weight, x, *((user, index) if has_user else ()))
     assert relative_error(result, expected) < 1e-6
