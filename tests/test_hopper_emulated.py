@@ -244,6 +244,29 @@ def test_cross_attention(
 @interpreted
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("is_wide", [True, False])
+def test_cross_attention_of_negative_scores(head_size: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all keys in one head, of all but those that come last in the other; every third row has them the other way
+    round."""
+    from ikbo_recsys.kernels import _attention_shares
+    from tests.emulator import emulated
+
+    monkeypatch.setattr(_attention_shares, "has_wide_tiles", lambda problem: is_wide)
+    query = torch.rand(2, 96, 2, head_size) + 0.5
+    query[:, ::3] *= -1
+    key, value = -torch.rand(1, 300, 2, head_size), torch.randn(1, 300, 2, head_size)
+    key[:, :128, 1] *= -1  # the last keys come first
+    query, key, value = (x.half() for x in (query, key, value))
+    index = make_index(1, 2, True)
+    with emulated() as ran, kernels.use_backend("gluon"), torch.no_grad():
+        out = kernels.cross_attention(query, key, value, index, scale=0.4)
+    assert ran == ["attention_forward"]
+    exact = twins.cross_attention(*(x.double() for x in (query, key, value)), index.to_user, None, 0.4)
+    assert relative_error(out, exact) < 1e-3
+
+
+@interpreted
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("is_wide", [True, False])
 def test_cross_attention_largest_weights_are_not_rounded(
     head_size: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
