@@ -1,8 +1,8 @@
 """`python -m benchmarks.plot FILE.json [FILE.json ...] --out FOLDER`: latency over the swept size, one plot a sweep
 and dtype.
 
-Give the files of one run together (ours and the rivals' may come from different processes): rows are merged by
-provider.
+Give the files of one run together, the newest last (ours and the rivals' may come from different processes): rows are
+merged by provider.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`python -m benchmarks.table FILE.json [FILE.json ...]`: markdown tables, a line a case and a column a provider.
 
-Give the files of one GPU and one day together. The best time of each line is bold, and the last column says how many
-times faster ours is than the best rival. A rival that leaves part of the operator out is shown and does not count.
+Give the files of one GPU and one day together, the newest last: of rows of one case and provider the last one counts.
+The best time of each line is bold, and the last column says how many times faster ours is than the best rival. A rival
+that leaves part of the operator out is shown and does not count.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 OURS = "ikbo_recsys"
+_WHICH = ("case", "dtype", "training", "provider")
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The timed rows of all files; a file holds one run, or several under "runs"."""
+    """The timed rows of all files, the last one of each case and provider; a file holds one run, or several under
+    "runs"."""
     contents = [json.loads(path.read_text()) for path in paths]
-    return [row for file in contents for run in file.get("runs", [file]) for row in run["rows"] if "ms" in row]
+    rows = [row for file in contents for run in file.get("runs", [file]) for row in run["rows"] if "ms" in row]
+    return list({tuple(row[fact] for fact in _WHICH): row for row in rows}.values())
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -37,7 +41,6 @@ def table(rows: Sequence[dict[str, Any]], corner: str) -> str:
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     lines = [f"| {corner} | {' | '.join(providers)} | best rival / ours |", "|---" * (len(providers) + 2) + "|"]
     for case in dict.fromkeys(row["case"] for row in rows):
-        # The last file wins where two have the same row.
         found = {row["provider"]: row for row in rows if row["case"] == case}
         whole = [row["ms"] for row in found.values() if row["whole"]]
         cells = [_cell(found.get(provider), min(whole, default=0.0)) for provider in providers]

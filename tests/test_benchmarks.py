@@ -278,6 +278,16 @@ def test_table() -> None:
     ]
 
 
+def test_newer_files_win(tmp_path: Path) -> None:
+    """For what they have; the rest is of the older ones."""
+    old = [row("ikbo_recsys", "small", 3.0), row("rival", "small", 2.0), row("rival", "small", 4.0, training=True)]
+    runs = [{"rows": [row("ikbo_recsys", "small", 2.5)]}, {"rows": [row("ikbo_recsys", "small", 1.0)]}]
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, content in zip(paths, ({"rows": old}, {"runs": runs}), strict=True):
+        path.write_text(json.dumps(content))
+    assert table.read(paths) == [runs[1]["rows"][0], *old[1:]]
+
+
 def test_sweep_takes_the_default_case_in() -> None:
     rows = [row("ikbo_recsys", f"B{b}", b / 1e3, B=b) for b in (512, 256)]
     rows += [
